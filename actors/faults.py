@@ -15,9 +15,11 @@ of it. A fault with a ``mark`` stays, and happens in each step with a request th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -38,9 +40,10 @@ Stage = Literal["render", "admission", "queue", "prefill", "decode", "detokenize
 before a step with, and without, prompt tokens; the detokenizer between the news of two sequences; the task that reads a
 stream; the drain."""
 
-Kind = Literal["exception", "memory", "device_memory", "hang", "slow", "kill", "device"]
+Kind = Literal["exception", "memory", "device_memory", "hang", "slow", "kill", "device", "link"]
 """What: an exception; MemoryError; torch's OutOfMemoryError; waiting for ever, or for a time; SIGKILL to the process;
-a fault of the simulated device. The engine's own process is spared: what is killed from its stages is its worker."""
+a fault of the simulated device; the end of all TCP connections, by which ranks talk. The engine's own process is
+spared: what is killed from its stages is its worker."""
 
 _FOREVER = 3600.0
 
@@ -186,11 +189,22 @@ class FaultInjector:
             if fault.operator.startswith("oom"):
                 sys.modules["torch"].npu.empty_cache()  # what the allocator keeps would do for a long time
             simulator.faults.plan_text(fault.operator)
+        elif fault.kind == "link":
+            _cut_links()
         elif fault.kind == "device_memory" and "torch" in sys.modules:
             error: type[Exception] = sys.modules["torch"].OutOfMemoryError
             raise error(where)
         else:
             raise MemoryError(where)
+
+
+def _cut_links() -> None:
+    """End every TCP connection of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        # An OSError: it is no socket, or not connected.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+            if link.family in (socket.AF_INET, socket.AF_INET6):
+                link.shutdown(socket.SHUT_RDWR)
 
 
 def _take(path: str) -> bool:

@@ -54,15 +54,17 @@ _LAST_CHUNK_SECONDS = 2.0
 class Troupe(Quart):
     """A Quart application around one engine.
 
-    ``failed`` is set when the engine could not start or gave up; the server then ends the process with ``exit_code``: 2
-    for errors that a restart does not solve, such as a wrong model path, and 3 for all others. Under a plain ASGI
-    server the application continues and answers 503 with the reason.
+    ``started`` is set when the model is loaded and warmed up, or its start failed. ``failed`` is set when the engine
+    could not start or gave up; the server then ends the process with ``exit_code``: 2 for errors that a restart does
+    not solve, such as a wrong model path, and 3 for all others. Under a plain ASGI server the application continues and
+    answers 503 with the reason.
     """
 
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
         super().__init__("app", static_folder=None, template_folder=None)
         self.engine = engine
         self.arguments = arguments
+        self.started = asyncio.Event()
         self.failed = asyncio.Event()
         self.exit_code = 0
         self.url: str | None = None  # for clients on this machine, if known
@@ -164,6 +166,7 @@ class Troupe(Quart):
                 await warm_up(self.engine)
                 self.service.warm = True
             log.info("%s is ready after %.1f s", self.service.model_name, time.monotonic() - started)
+            self.started.set()
             if self.url is not None:
                 for line in first_steps(self.arguments, self.url, chats=self.engine.chats):
                     log.info(line)
@@ -173,6 +176,7 @@ class Troupe(Quart):
         if status.phase == "failed":  # the engine has logged why
             self.exit_code = 2 if status.permanent else 3
             self.failed.set()
+            self.started.set()
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit no more requests and let the live ones run for ``timeout`` seconds (default: ``--shutdown-timeout``).

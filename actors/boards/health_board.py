@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from actors.boards.suspects import Verdict
 from actors.protocol import CacheUsage, GroupUsage, SchedulerLoad
 from kernels.contract.info import ModelInfo
-from kernels.contract.step import StepResult
+from kernels.contract.step import Rebalanced, StepResult
 from telemetry.metrics.steps import StepMetrics, StepShape
 
 __all__ = ["HealthBoard", "HealthBoards"]
@@ -28,12 +28,16 @@ class HealthBoard:
         self.read_batch: Callable[[float], tuple[int, ...]] | None = None
         # Set by the scheduler: returns the verdict on the death of the worker in this epoch.
         self.attribute_death: Callable[[int], Verdict] | None = None
+        self.resident_adapters: tuple[int, ...] = ()  # numbers of the LoRA adapters on the device
         self._deaths: dict[int, float] = {}  # time of death by epoch, of workers that had loaded
         self._last_death: int | None = None  # the epoch that ended last; None if its worker had not loaded
         self._loaded = 0.0  # when the scheduler last wrote its load
         self._counted = counted or StepMetrics()
         self.replica = replica
         self._sent: deque[StepShape] = deque()  # the steps without a result
+        self.rebalanced: Rebalanced | None = None  # the last time that experts were placed anew
+        self.rebalances = self.moved_experts = 0
+        self._counted_until = 0.0  # of the time in which there was such a step
 
     @property
     def steps(self) -> int:
@@ -57,6 +61,8 @@ class HealthBoard:
 
     def step_sent(self, shape: StepShape) -> None:
         shape.replica = self.replica
+        if not self._sent:
+            self._counted_until = shape.sent
         self._sent.append(shape)
 
     def step_finished(self, now: float, result: StepResult, generated: int) -> None:
@@ -64,16 +70,30 @@ class HealthBoard:
         if result.drafted:
             drafted, produced = (memoryview(part).cast("i").tolist() for part in (result.drafted, result.accepted))
             self._counted.speculation.verified(drafted, produced, result.timing.draft)
+        if result.adapters is not None:
+            self.resident_adapters = result.adapters
+        if result.rebalanced is not None:
+            self.rebalanced = result.rebalanced
+            self.rebalances += 1
+            self.moved_experts += result.rebalanced.moved
         if self._sent:
+            self._counted.had_steps(self.replica, now - self._counted_until)
+            self._counted_until = now
             self._counted.answered(
                 self._sent.popleft(),
                 now,
                 generated=generated,
                 graph_rows=result.timing.graph_rows,
+                divided=result.timing.divided,
                 queued=result.timing.queued,
                 prepare=result.timing.prepare,
                 run=result.timing.run,
             )
+
+    def stage_ran(self, worker: str, seconds: float) -> None:
+        """Record that a worker computed its part of a step; 0: it is no stage of a pipeline, or does not know."""
+        if seconds:
+            self._counted.stage_ran(self.replica, worker, seconds)
 
     def worker_lost(self, at: float) -> None:
         """Record that the worker died; its steps will have no result. ``at``: when that was first known."""
@@ -81,6 +101,7 @@ class HealthBoard:
         if self.worker is not None:
             self._deaths[self.worker[1]] = at
         self.worker = None
+        self.resident_adapters = ()
         self.forget_steps()
 
     @property
@@ -156,6 +177,11 @@ class HealthBoards:
     @property
     def output_tokens(self) -> int:
         return self.all[0].output_tokens
+
+    @property
+    def resident_adapters(self) -> tuple[int, ...]:
+        """Those of all replicas; one that lies on two devices is there twice."""
+        return tuple(index for board in self.all for index in board.resident_adapters)
 
     @property
     def oldest_step_sent(self) -> float | None:

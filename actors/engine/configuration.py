@@ -12,6 +12,7 @@ from actors.text.served_model import ServedModel
 from actors.workers.placement import Placement
 from kernels.contract.adapters import AdapterSettings
 from kernels.contract.config import RunnerConfig
+from kernels.contract.expert_settings import ExchangeSettings, ExpertSettings, RebalanceSettings
 from kernels.contract.grammar import GrammarSettings
 from kernels.contract.speculation import SpeculativeSettings
 from telemetry.metrics.options import MetricOptions, token_buckets
@@ -37,6 +38,7 @@ def metric_options(arguments: Arguments) -> MetricOptions:
         prompt_token_buckets=token_buckets(a.prompt_tokens_buckets),
         generation_token_buckets=token_buckets(a.generation_tokens_buckets),
         custom_labels=a.tokenizer_metrics_allowed_custom_labels,
+        adapters=a.has_adapters,
     )
 
 
@@ -73,6 +75,23 @@ def planner_config(
     )
 
 
+def _expert_settings(arguments: Arguments) -> ExpertSettings | None:
+    a, rebalance = arguments, None
+    if a.enable_eplb:
+        rebalance = RebalanceSettings(
+            a.eplb_rebalance_num_iterations,
+            a.eplb_rebalance_layers_per_chunk or 1,
+            a.eplb_min_rebalancing_utilization_threshold,
+        )
+    settings = ExpertSettings(
+        redundant=a.ep_num_redundant_experts,
+        dispatch=a.ep_dispatch_algorithm or "static",
+        location=a.init_expert_location,
+        rebalance=rebalance,
+    )
+    return None if settings == ExpertSettings() else settings
+
+
 def runner_config(
     arguments: Arguments,
     model: Path,
@@ -96,15 +115,26 @@ def runner_config(
         page_size=a.page_size or placement.page_size,
         max_total_tokens=a.max_total_tokens or 0,
         mem_fraction_static=a.mem_fraction_static or 0.0,
+        max_states=a.max_mamba_cache_size or 0,
+        state_memory_ratio=a.mamba_full_memory_ratio or 0.0,
+        snapshot_tokens=a.mamba_track_interval or 0,
         max_step_tokens=_step_tokens(a, context_length, placement) + _tail_tokens(a, placement),
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
         op_timeout=min(OP_TIMEOUT_SECONDS, a.watchdog_timeout * 2 / 3),
         tp_size=a.tensor_parallel_size,
         ep_size=a.expert_parts,
+        experts=_expert_settings(a),
+        exchange=None
+        if a.exchange_mode is None
+        else ExchangeSettings(mode=a.exchange_mode, overlap=a.enable_single_batch_overlap),
         dp_size=a.data_parallel_size if a.enable_dp_attention else 1,
+        two_batch_threshold=a.tbo_token_distribution_threshold if a.enable_two_batch_overlap else None,
+        whole_dense=a.has_whole_dense,
+        context_parallel=a.enable_nsa_prefill_context_parallel,
         pp_size=a.pipeline_parallel_size,
-        host_workers=a.workers,
+        host_workers=a.node_workers,
+        join_timeout=float(a.dist_timeout or 0),
         npu_simulator=placement.simulator,
         attention_backend=a.attention_backend or "",
         prefill_attention_backend=a.prefill_attention_backend or "",

@@ -31,6 +31,7 @@ from actors.engine.actor_tree import ActorTree
 from actors.engine.configuration import load_balance_method, metric_options
 from actors.engine.crash_log import CrashLog
 from actors.engine.lifecycle import Lifecycle
+from actors.engine.nodes import with_nodes, worker_launcher
 from actors.engine.opening import open_model
 from actors.engine.replica import ReplicaSetup
 from actors.engine.reporting import Reporting
@@ -50,7 +51,8 @@ from actors.text.encoding import Encoding
 from actors.text.model_files import model_names
 from actors.text.served_model import ServedModel
 from actors.workers.early_workers import EarlyWorkers
-from actors.workers.launchers.local import LocalLauncher
+from actors.workers.launchers.launcher import WorkerLauncher
+from actors.workers.nodes.hub import Hub
 from actors.workers.placement import heeded, place
 from actors.workers.watchdog import Watchdog
 from kernels.contract.info import ModelInfo
@@ -105,6 +107,7 @@ class Engine:
         if arguments.model_path is None:
             raise ArgumentError(["model_path: give a model directory or a hub id, as in Engine(model=...)"])
         check_tracing(arguments, tracer_provider)
+        arguments = with_nodes(arguments)
         if arguments.grammar_backend == "xgrammar" and find_spec("xgrammar") is None:
             raise ArgumentError(["--grammar-backend xgrammar needs its package: pip install 'troupe-llm[xgrammar]'"])
         self.arguments = arguments
@@ -135,6 +138,7 @@ class Engine:
         self._model: ServedModel | None = None
         self._actor_tree: ActorTree | None = None
         self._system: ActorSystem | None = None
+        self.hub: Hub | None = None  # while it runs, if it has several nodes
         self.lifecycle = Lifecycle()
         self._crash_log = CrashLog(
             arguments.device,
@@ -206,14 +210,18 @@ class Engine:
             observer: object | None = self.actor_messages if self.metrics.enabled else None
             if self.tracing is not None:
                 observer = ActorSpans(self.tracing, observer)
-            async with ActorSystem(name="troupe", log_death=self._crash_log.log, observer=observer) as system:
+            async with (
+                worker_launcher(self.arguments, self._early, self.lifecycle) as launcher,
+                ActorSystem(name="troupe", log_death=self._crash_log.log, observer=observer) as system,
+            ):
+                self.hub = launcher if isinstance(launcher, Hub) else None
                 self._system = system
                 self._reporting.start(system)
                 system.on_event(self._crash_log.on_event)
                 soft, hard = self.arguments.stall_seconds, self.arguments.watchdog_timeout
                 system.start_task(Watchdog(system, soft=soft, hard=hard).run, "troupe-watchdog")
                 try:
-                    await self._serve(system)
+                    await self._serve(system, launcher)
                 except Exception as error:
                     self.lifecycle.failed(error)
                 finally:
@@ -228,14 +236,14 @@ class Engine:
             self._reporting.stop()
             if self.tracing is not None:
                 await self.tracing.close()
-            self._system = None
+            self._system = self.hub = None
             self.lifecycle.start_over.set()
 
-    async def _serve(self, system: ActorSystem) -> None:
+    async def _serve(self, system: ActorSystem, launcher: WorkerLauncher) -> None:
         """Set up and run until the engine is closed. Raises the error that ends it otherwise."""
         stop, broken = self.lifecycle.stop, self.lifecycle.broken
         if not stop.is_set():
-            await first(stop.wait(), broken.wait(), self._set_up(system))
+            await first(stop.wait(), broken.wait(), self._set_up(system, launcher))
         await first(stop.wait(), broken.wait())
         if not stop.is_set():
             raise EngineFailed(self.lifecycle.error)
@@ -246,12 +254,14 @@ class Engine:
         if self.intake is not None:
             self.intake.fail_all(EngineFailed(self.lifecycle.error or "The engine was stopped."))
 
-    async def _set_up(self, system: ActorSystem) -> None:
+    async def _set_up(self, system: ActorSystem, launcher: WorkerLauncher) -> None:
         self.lifecycle.progress("model files", 0.0)
         placement = place(self.arguments, os.environ)
         arguments = heeded(self.arguments, placement)
         opened = await open_model(arguments)
         self._model = opened.served
+        if self.hub is not None:
+            self.hub.compare(await asyncio.to_thread(opened.fingerprint, arguments))
         self.adapters.begin(opened.adapters, opened.adapter_settings, opened.served.files.config)
         if opened.speculation is not None:
             self.metrics.steps.speculation.algorithm = opened.speculation.algorithm
@@ -264,12 +274,13 @@ class Engine:
                 opened,
                 placement,
                 opened.served.context_length,
-                LocalLauncher(self._early),
+                launcher,
                 tracing=self.tracing,
                 faults=self._injector,
                 fault_plan="" if self._faults is None else self._faults.path,
                 recorder=self.expert_recorder if self.expert_recorder.mode is not None else None,
                 adapters=self.adapters.numbered,
+                adapters_lost=self.adapters.lose,
             ),
             self.board.all,
             on_progress=self.lifecycle.progress,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from pathlib import Path
 
 import msgspec
 
 from actors.engine.speculation import speculation
 from actors.options import ArgumentError, Arguments
 from actors.requests.adapters import adapter_settings, read_adapters
+from actors.text.fingerprint import fingerprint
+from actors.text.model_files import ModelDownloadError, ModelPathError
 from actors.text.served_model import ServedModel
 from kernels.contract.adapters import AdapterInfo, AdapterSettings
 from kernels.contract.errors import ConfigError
@@ -31,6 +34,14 @@ class OpenedModel(msgspec.Struct, frozen=True):
     adapters: tuple[AdapterInfo, ...] = ()
     adapter_settings: AdapterSettings | None = None
 
+    def fingerprint(self, arguments: Arguments) -> dict[str, str]:
+        """What must be equal on all nodes. Blocks."""
+        weights = arguments.load_format != "dummy"
+        parts = fingerprint(self.served.files.path, weights=weights)
+        if self.speculation is not None and self.speculation.draft_model_path:
+            parts |= fingerprint(Path(self.speculation.draft_model_path), weights=weights, prefix="draft's ")
+        return parts
+
 
 def read_model(arguments: Arguments) -> OpenedModel:
     """Open the model, its draft and its adapters. Blocks. Raises ModelPathError, or ArgumentError if arguments conflict
@@ -38,7 +49,9 @@ def read_model(arguments: Arguments) -> OpenedModel:
     served = ServedModel(arguments)
     try:
         adapters = read_adapters(arguments, served.files.config)
-    except ConfigError as error:
+    except (ConfigError, ModelPathError) as error:
+        if isinstance(error, ModelDownloadError):
+            raise
         raise ArgumentError([f"--lora-paths: {error}"]) from error
     settings = adapter_settings(arguments, adapters)
     return OpenedModel(served, speculation(arguments, served.files), adapters, settings)

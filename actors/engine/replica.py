@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from actors.protocol import (
     WorkerReady,
 )
 from actors.requests.router import Route
-from actors.runtime import ActorRef, ActorSystem, MailboxFull, Strategy, Supervision
+from actors.runtime import ActorRef, ActorSystem, ChildCrash, MailboxFull, Strategy, Supervision
 from actors.scheduling.lockstep import Lockstep
 from actors.scheduling.scheduler import Scheduler, SchedulerLinks
 from actors.text.detokenizer import Detokenizer
@@ -51,7 +51,7 @@ _MIN_SILENCE_SECONDS = 10.0
 class ReplicaSetup(msgspec.Struct, frozen=True):
     """Settings that all replicas of an engine share. ``context_length``: read once, so that a restarted actor uses the
     same value. ``fault_plan``: the directory of ``faults``, for child processes. ``adapters``: what a worker loads with
-    the model."""
+    the model. ``adapters_lost``: called with those that one could not load again, by number with the reasons."""
 
     system: ActorSystem
     arguments: Arguments
@@ -64,6 +64,7 @@ class ReplicaSetup(msgspec.Struct, frozen=True):
     fault_plan: str = ""
     recorder: ExpertRecorder | None = None
     adapters: Callable[[], tuple[NumberedAdapter, ...]] = tuple
+    adapters_lost: Callable[[Mapping[int, str]], None] = lambda lost: None
 
 
 class ReplicaEvents(msgspec.Struct, frozen=True):
@@ -113,17 +114,18 @@ class Replica:
         if arguments.enable_dp_attention:
             count = arguments.data_parallel_size
             ids = tuple(worker for each in range(count) for worker in _worker_ids(arguments, each))
-            self.lockstep = Lockstep(count, 1 if arguments.disable_overlap_schedule else 2)
+            self.lockstep = Lockstep(count, 1 if arguments.disable_overlap_schedule else 2, self._replace_workers)
         self._group = WorkerGroup(
             setup.system,
             ids,
-            address=arguments.dist_init_addr,
+            address=None if arguments.rendezvous is None else self._rendezvous,
             configure=self._worker_config,
             launcher=setup.launcher,
             on_progress=self._progressed,
             on_loaded=self._workers_loaded,
             on_refused=events.on_refused,
             adapters=setup.adapters,
+            on_adapters_lost=setup.adapters_lost,
         )
 
     @property
@@ -150,7 +152,9 @@ class Replica:
             return
         arguments, placement = self._setup.arguments, self._setup.placement
         await self._group.spawn(
-            lambda worker: placement.environment(arguments, worker.number, os.environ, arguments.watchdog_timeout),
+            lambda worker: placement.environment(
+                arguments, worker.number % arguments.node_workers, os.environ, arguments.watchdog_timeout
+            ),
             standby=arguments.standby_worker,
             silence=max(arguments.watchdog_timeout, _MIN_SILENCE_SECONDS),
             max_restarts=arguments.max_worker_restarts,
@@ -215,8 +219,20 @@ class Replica:
             ),
             worker=worker,
             load_timeout=setup.arguments.model_load_timeout,
+            download_dir=setup.arguments.download_dir,
             faults=setup.fault_plan,
         )
+
+    def _rendezvous(self) -> str:
+        """host:port of rank 0, which the replicas of several nodes have on different ones."""
+        host, _, port = str(self._setup.arguments.rendezvous).rpartition(":")
+        elsewhere = self._setup.launcher.host(min(self.worker_ids, key=lambda worker: worker.number))
+        if elsewhere is not None:
+            host = f"[{elsewhere}]" if ":" in elsewhere else elsewhere
+        return f"{host}:{int(port) + self.number}"
+
+    def _replace_workers(self, reason: str) -> None:
+        self._setup.system.crash_actor(self.workers[0], ChildCrash(reason))
 
     def _make_scheduler(self) -> Scheduler:
         setup = self._setup

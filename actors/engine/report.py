@@ -6,12 +6,14 @@ import functools
 import importlib.metadata
 import os
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from actors.boards.expert_recorder import balancedness
 from actors.engine.status import Health, ReplicaLoad
+from telemetry.metrics.options import ADAPTER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +22,18 @@ if TYPE_CHECKING:
     from actors.protocol import CacheUsage
     from actors.runtime import ActorStatus
     from telemetry.metrics.exposition import Samples
+    from telemetry.timeline import Timelines
 
-__all__ = ["describe", "health", "loads", "processes", "readings", "worker_process"]
+__all__ = [
+    "adapter_requests",
+    "describe",
+    "health",
+    "loads",
+    "processes",
+    "readings",
+    "version",
+    "worker_process",
+]
 
 
 def health(engine: Engine) -> Health:
@@ -33,6 +45,8 @@ def health(engine: Engine) -> Health:
     reason = ""
     if status.phase == "failed":
         reason = status.error or "The engine failed."
+    elif engine.hub is not None and engine.hub.missing and (status.phase == "starting" or board.worker is None):
+        reason = f"Node {engine.hub.missing[0]} is not connected; its workers start when it connects."
     elif status.phase in ("starting", "stopped"):
         reason = f"The engine is {status.phase}."
     elif board.worker is None:
@@ -56,14 +70,16 @@ def describe(engine: Engine) -> dict[str, Any]:
             {
                 "name": actor.name,
                 "pid": actor.pid,
+                "node": engine.arguments.node_of(worker_ids[actor.name].number),
                 "device": info.device if info is not None else engine.arguments.device,
                 "restarts": actor.incarnation or 0,
                 "state": actor.state,
                 "role": worker_ids[actor.name].role,
                 "rank": msgspec.to_builtins(worker_ids[actor.name].rank),
             }
-            for actor in actors
-            if actor.name in worker_ids
+            for actor in sorted(
+                (actor for actor in actors if actor.name in worker_ids), key=lambda each: worker_ids[each.name].number
+            )
         ],
         "model_info": msgspec.to_builtins(info) if info is not None else None,
         "scheduler": msgspec.to_builtins(load) if load is not None else None,
@@ -113,8 +129,11 @@ def worker_process(engine: Engine) -> int | None:
 
 
 def processes(engine: Engine) -> dict[str, int]:
-    """Process ids by name: that of the server, and those of actors in child processes."""
-    return {"server": os.getpid()} | {actor.name: actor.pid for actor in engine.actors() if actor.pid is not None}
+    """Process ids of this host by name: that of the server, and those of actors in child processes."""
+    remote = {name for name, worker in engine.worker_ids.items() if engine.arguments.node_of(worker.number)}
+    return {"server": os.getpid()} | {
+        actor.name: actor.pid for actor in engine.actors() if actor.pid is not None and actor.name not in remote
+    }
 
 
 def readings(engine: Engine) -> Mapping[str, Samples]:
@@ -130,6 +149,8 @@ def readings(engine: Engine) -> Mapping[str, Samples]:
         **_model(engine),
         **_traces(engine),
         **_experts(engine),
+        **_rebalances(engine),
+        **_adapters(engine),
         **engine.processes.readings(),
     }
 
@@ -162,6 +183,57 @@ def _experts(engine: Engine) -> dict[str, Samples]:
     return {
         "troupe_expert_balancedness": {(str(layer),): value for layer, value in layers},
         "troupe_expert_recorded_steps": record.passes,
+    }
+
+
+def adapter_requests(timelines: Timelines) -> dict[str, tuple[int, int]]:
+    """Running and waiting requests by the name of their adapter. A request runs while one of its choices does."""
+    counts: dict[str, tuple[int, int]] = {}
+    for timeline in timelines.live():
+        name = timeline.request.get(ADAPTER)
+        if not isinstance(name, str):
+            continue
+        queues = [hop for hop in timeline.hops if hop.name == "queue"]
+        runs = bool({hop.choice for hop in queues} - {hop.choice for hop in queues if hop.end is None})
+        running, waiting = counts.get(name, (0, 0))
+        counts[name] = (running + runs, waiting + (not runs))
+    return counts
+
+
+def _adapters(engine: Engine) -> dict[str, Samples]:
+    """``adapter_states``, which has no metric: the places of a replica, and the names that run and that wait."""
+    if not engine.adapters.enabled:
+        return {}
+    live = adapter_requests(engine.timelines)
+    by_label: Counter[tuple[str, ...]] = Counter()
+    for name in {*live, *(adapter.name for adapter in engine.adapters)}:
+        label = engine.metrics.requests.adapter_label(name)
+        for state, count in zip(("running", "waiting"), live.get(name, (0, 0)), strict=True):
+            by_label[label, state] += count
+    running, waiting = (
+        sorted({label for (label, at), count in by_label.items() if at == state and count})
+        for state in ("running", "waiting")
+    )
+    places = engine.arguments.max_loras_per_batch
+    return {
+        "troupe_adapters_loaded": len(engine.adapters),
+        "troupe_adapter_slots": places * len(engine.board.all),
+        "troupe_adapter_slots_used": len(engine.board.resident_adapters),
+        "troupe_adapter_requests": by_label,
+        "adapter_states": {(str(places), ",".join(running), ",".join(waiting)): 1.0},
+    }
+
+
+def _rebalances(engine: Engine) -> dict[str, Samples]:
+    if not engine.arguments.enable_eplb:
+        return {}
+    boards = {(str(board.replica),): board for board in engine.board.all}
+    last = {labels: board.rebalanced for labels, board in boards.items() if board.rebalanced is not None}
+    return {
+        "troupe_expert_rebalances_total": {labels: board.rebalances for labels, board in boards.items()},
+        "troupe_expert_moves_total": {labels: board.moved_experts for labels, board in boards.items()},
+        "troupe_expert_rank_utilization": {labels: each.utilization for labels, each in last.items()},
+        "troupe_expert_move_seconds": {labels: each.seconds for labels, each in last.items()},
     }
 
 
@@ -226,7 +298,7 @@ def _model(engine: Engine) -> dict[str, Samples]:
     phases = {(phase,): seconds for phase, seconds in info.load_seconds.items()}
     if engine.start_seconds is not None:
         phases["total",] = engine.start_seconds
-    labels = (engine.model_name, info.architecture, info.dtype, info.cache_dtype, info.device, _version())
+    labels = (engine.model_name, info.architecture, info.dtype, info.cache_dtype, info.device, version())
     return {
         "troupe_start_seconds": phases,
         "troupe_model_info": {labels: 1.0},
@@ -237,7 +309,8 @@ def _model(engine: Engine) -> dict[str, Samples]:
 
 
 @functools.cache
-def _version() -> str:
+def version() -> str:
+    """The version of the installed distribution; "unknown" without an installation."""
     try:
         return importlib.metadata.version("troupe-llm")
     except importlib.metadata.PackageNotFoundError:

@@ -11,6 +11,7 @@ import msgspec
 from actors.options import ArgumentError, Arguments
 from actors.options.speculative_rules import tree_size
 from actors.text.model_files import ModelFiles, resolve_model_file, resolve_model_path
+from kernels.contract.expert_settings import ExchangeSettings
 from kernels.contract.speculation import AdaptiveSettings, NgramSettings, SpeculativeSettings, same_tokens
 
 __all__ = ["speculation"]
@@ -72,6 +73,9 @@ def speculation(arguments: Arguments, files: ModelFiles) -> SpeculativeSettings 
         quantization=a.speculative_draft_model_quantization or "",
         attention_mode=a.speculative_attention_mode,
         draft_attention_backend=a.speculative_draft_attention_backend or "",
+        exchange=None
+        if a.speculative_moe_a2a_backend == "none" or a.exchange_mode is None
+        else ExchangeSettings(mode=a.exchange_mode, overlap=a.enable_single_batch_overlap),
     )
 
 
@@ -101,7 +105,7 @@ def _algorithm(
             return "MTP"
         where = " (its config.json has no num_nextn_predict_layers)" if named in ("EAGLE", "MTP") else ""
         raise ArgumentError(
-            f"speculative_algorithm {named} needs speculative_draft_model_path: the model has no draft of its "
+            f"--speculative-algorithm {named} needs --speculative-draft-model-path: the model has no draft of its "
             f"own{where}; or use NGRAM, which needs none"
         )
     layout = _layout(draft)
@@ -111,7 +115,7 @@ def _algorithm(
         return named  # a complete model may have such heads too
     if layout is not None and layout != named:
         raise ArgumentError(
-            f"speculative_draft_model_path holds a draft for {layout}, not for {named}; use speculative_algorithm "
+            f"--speculative-draft-model-path holds a draft for {layout}, not for {named}; use --speculative-algorithm "
             f"{layout} or give another draft"
         )
     return named

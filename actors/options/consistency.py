@@ -11,6 +11,7 @@ from actors.options.errors import ArgumentError
 from actors.options.lora import adapter_path
 from actors.options.speculative_rules import speculative_problems
 from actors.options.table import ARGUMENTS
+from kernels.contract.config import CONTEXT_PARALLEL_TOKENS, TWO_BATCH_TOKENS
 from kernels.contract.npu_simulator import SpecError
 from kernels.contract.npu_simulator import parse as parse_simulation
 from telemetry.metrics.options import token_buckets
@@ -24,7 +25,7 @@ _LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TAKEN_LABELS = frozenset(
     {
         *("error_type", "finish_reason", "gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"),
-        *("gen_ai_token_type", "le", "instance", "job"),
+        *("gen_ai_token_type", "le", "instance", "job", "adapter"),
     }
 )
 _MAX_LABELS = 8
@@ -148,14 +149,15 @@ def _adapters(arguments: Arguments) -> Iterator[str]:
         for name in ("max_lora_rank", "lora_target_modules", "max_loaded_loras"):
             if getattr(arguments, name) is not None:
                 yield f"{name} needs enable_lora"
-        for name, default in (("max_loras_per_batch", 8), ("lora_eviction_policy", "lru")):
+        for name, default in (("max_loras_per_batch", 8), ("lora_eviction_policy", "lru"), ("lora_backend", "auto")):
             if getattr(arguments, name) != default:
                 yield f"{name} needs enable_lora"
         return
-    if arguments.pipeline_parallel_size > 1:
-        yield "adapters do not run in the stages of a pipeline yet; leave pipeline_parallel_size out, or the adapters"
-    if arguments.enable_dp_attention:
-        yield "enable_dp_attention contradicts adapters, whose places differ between its parts; leave one out"
+    if arguments.enable_deterministic_inference and arguments.lora_backend != "auto":
+        yield (
+            "lora_backend contradicts enable_deterministic_inference, which computes adapters by its own kernels; "
+            "leave one out"
+        )
     names: list[str] = []
     for word in arguments.lora_paths or ():
         try:
@@ -211,6 +213,8 @@ _EFFECTLESS = {
     "npu": (*_OF_PROMPTS, "cpu_threads", "cpu_isa"),
 }
 """Arguments without effect on each device. Disabling graphs on a device without graphs is not an error."""
+_LORA_BACKENDS = {"native": "cpu", "triton": "cuda", "csgmv": "cuda", "ascend": "npu"}
+"""The device of each backend that runs on one kind of device."""
 
 
 def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
@@ -218,7 +222,93 @@ def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
     names = [*_EFFECTLESS[device]]
     if device != "npu":
         names += ["speculative_attention_mode", *(["sampling_backend"] * (arguments.sampling_backend == "ascend"))]
+    if _LORA_BACKENDS.get(arguments.lora_backend, device) != device:
+        names.append("lora_backend")
     return {name: _DEFAULTS[name] for name in names if getattr(arguments, name) != _DEFAULTS[name]}
+
+
+def _rendezvous(arguments: Arguments) -> Iterator[str]:
+    address, ranks = arguments.dist_init_addr, arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    replicas = 1 if arguments.enable_dp_attention else arguments.data_parallel_size
+    port = ""
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            yield f"dist_init_addr must be host:port, such as 127.0.0.1:29500, not {address!r}"
+            return
+    for name in ("nccl_port",) if arguments.nnodes > 1 else ("dist_init_addr", "nccl_port", "dist_timeout"):
+        if getattr(arguments, name) is not None and ranks == 1:
+            yield (
+                f"{name} needs tensor_parallel_size or pipeline_parallel_size: a single worker has no "
+                "rendezvous; leave it out"
+            )
+    for name in ("dist_init_addr", "nccl_port"):
+        if getattr(arguments, name) is not None and replicas > 1 and arguments.nnodes == 1:
+            yield f"{name} contradicts data_parallel_size: several replicas cannot share one rendezvous"
+    if arguments.node_rank >= arguments.nnodes:
+        yield f"node_rank {arguments.node_rank} must be less than nnodes {arguments.nnodes}; ranks begin at 0"
+    if arguments.cluster is not None and (arguments.nnodes == 1 or arguments.node_rank):
+        yield "cluster needs nnodes, and no node_rank: Ray starts the other nodes"
+    if arguments.nnodes == 1:
+        if address is not None and arguments.nccl_port is not None:
+            yield "nccl_port contradicts dist_init_addr: one node has one rendezvous; leave one out"
+        return
+    if address is None and arguments.cluster is None:
+        yield "nnodes needs dist_init_addr, a host:port of node 0 that the other nodes connect to"
+    elif address is not None and ranks > 1:
+        first = arguments.nccl_port or int(port) + 1
+        last = first + replicas - 1
+        if first <= int(port) <= last:
+            yield f"nccl_port must differ from the port {port} of dist_init_addr, which the other nodes connect to"
+        if last > 65535:
+            yield (
+                f"nccl_port {first} leaves no port below 65536 for each of {replicas} replicas; give nccl_port "
+                f"{65536 - replicas} or less"
+            )
+    if arguments.workers == 1:
+        yield (
+            "nnodes needs tensor_parallel_size, pipeline_parallel_size or data_parallel_size: a single worker runs on "
+            "one node"
+        )
+    elif arguments.workers % arguments.nnodes:
+        yield (
+            f"nnodes {arguments.nnodes} must divide the number of workers, {arguments.workers}: each node runs an "
+            "equal share"
+        )
+
+
+def _stated_sizes(arguments: Arguments) -> Iterator[str]:
+    """Sizes that are options in other engines and follow from other sizes here."""
+    whole, parts = arguments.tensor_parallel_size, arguments.data_parallel_size
+    dense, why = whole, f"tensor_parallel_size is {whole}"
+    if arguments.enable_dp_attention:
+        dense, why = whole // parts, f"{why} and data_parallel_size {parts}, with enable_dp_attention"
+    attention = (dense, why)
+    if arguments.enable_nsa_prefill_context_parallel:
+        attention = (1, "enable_nsa_prefill_context_parallel has whole attention weights on each device")
+    for name, size, reason in (
+        ("attn_tp_size", *attention),
+        ("moe_dense_tp_size", dense, why),
+        (
+            "moe_tp_size",
+            whole // arguments.expert_parts,
+            f"tensor_parallel_size is {whole} and the experts have {arguments.expert_parts} parts",
+        ),
+        ("world_size", arguments.workers, f"there are {arguments.workers} workers over all ranks and replicas"),
+        (
+            "nprocs_per_node",
+            arguments.node_workers,
+            f"{arguments.workers} workers are divided over {arguments.nnodes} nodes",
+        ),
+    ):
+        given = getattr(arguments, name)
+        if name == "moe_dense_tp_size" and given == 1:
+            continue  # whole on each device
+        if given not in (None, size):
+            yield f"{name} {given} must be {size}, since {reason}; leave it out, or change those sizes"
+    for name in ("enable_dp_lm_head", "dp_sampling"):
+        if getattr(arguments, name) and not arguments.enable_dp_attention:
+            yield f"{name} needs enable_dp_attention: without it all ranks of a replica share its tokens"
 
 
 def _devices(arguments: Arguments) -> Iterator[str]:
@@ -242,17 +332,8 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             parse_simulation(arguments.npu_simulator)
         except SpecError as error:
             yield f"npu_simulator: {error}"
-    if arguments.dist_init_addr is not None:
-        host, _, port = arguments.dist_init_addr.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            yield f"dist_init_addr must be host:port, such as 127.0.0.1:29500, not {arguments.dist_init_addr!r}"
-        if arguments.tensor_parallel_size * arguments.pipeline_parallel_size == 1:
-            yield (
-                "dist_init_addr needs tensor_parallel_size or pipeline_parallel_size: a single worker has no "
-                "rendezvous; leave it out"
-            )
-        if arguments.data_parallel_size > 1 and not arguments.enable_dp_attention:
-            yield "dist_init_addr contradicts data_parallel_size: several replicas cannot meet at one address"
+    yield from _rendezvous(arguments)
+    yield from _stated_sizes(arguments)
     if arguments.tensor_parallel_size % arguments.expert_parallel_size:
         yield (
             f"expert_parallel_size {arguments.expert_parallel_size} must divide tensor_parallel_size "
@@ -262,30 +343,48 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         yield "enable_expert_parallel contradicts expert_parallel_size: it divides experts over all devices"
     if arguments.enable_expert_parallel and arguments.tensor_parallel_size == 1:
         yield "enable_expert_parallel needs tensor_parallel_size: one device has all experts"
+    yield from _expert_places(arguments)
     if arguments.pipeline_parallel_size == 1:
         for name, default in (("pp_max_micro_batch_size", None), ("pp_async_batch_depth", 0)):
             if getattr(arguments, name) != default:
                 yield f"{name} needs pipeline_parallel_size: there are no stages; leave it out"
-    if arguments.expert_distribution_recorder_mode is not None and arguments.pipeline_parallel_size > 1:
-        yield (
-            "expert_distribution_recorder_mode contradicts pipeline_parallel_size: only the last stage reports, and it "
-            "knows only its own layers; leave one out"
-        )
+    if arguments.pipeline_parallel_size > 1:
+        for name in ("expert_distribution_recorder_mode", "enable_return_routed_experts"):
+            if getattr(arguments, name):
+                yield (
+                    f"{name} contradicts pipeline_parallel_size: only the last stage reports, and it knows only its "
+                    "own layers; leave one out"
+                )
+        if arguments.speculative_adaptive:
+            yield (
+                "speculative_adaptive contradicts pipeline_parallel_size: it learns from the duration of steps, and in "
+                "a pipeline several run at a time; leave one out"
+            )
     if arguments.gpu_id_step != 1 and arguments.workers == 1:
         yield (
             "gpu_id_step needs tensor_parallel_size, pipeline_parallel_size or data_parallel_size: there is one "
             "device; use base_gpu_id to choose it"
         )
+    if arguments.enable_two_batch_overlap:
+        if arguments.tensor_parallel_size == 1:
+            yield "enable_two_batch_overlap needs tensor_parallel_size: one device waits for no other"
+        for name in ("pipeline_parallel_size", "enable_dp_attention", "enable_lora", "lora_paths", _CONTEXT):
+            if getattr(arguments, name) != _DEFAULTS[name]:
+                yield f"enable_two_batch_overlap contradicts {name}; leave one out"
+        yield from _short_steps(arguments, "enable_two_batch_overlap", TWO_BATCH_TOKENS)
+    elif arguments.tbo_token_distribution_threshold != _DEFAULTS["tbo_token_distribution_threshold"]:
+        yield "tbo_token_distribution_threshold needs enable_two_batch_overlap"
     if arguments.enable_dp_attention:
         size, parts = arguments.tensor_parallel_size, arguments.data_parallel_size
         if parts == 1:
             yield "enable_dp_attention needs data_parallel_size: the parts that attention is divided into"
         elif size % parts:
             yield f"enable_dp_attention needs a data_parallel_size that divides tensor_parallel_size, {size}"
-        if arguments.speculative_algorithm is not None:
-            yield "enable_dp_attention contradicts speculative_algorithm; leave one out"
         if arguments.pipeline_parallel_size > 1:
             yield "enable_dp_attention contradicts pipeline_parallel_size; leave one out"
+    yield from _expert_exchange(arguments)
+    if arguments.enable_nsa_prefill_context_parallel:
+        yield from _context_parallel(arguments)
     if arguments.prefill_round_robin_balance and arguments.load_balance_method not in ("round_robin", "cache_aware"):
         yield "prefill_round_robin_balance contradicts load_balance_method; leave one out"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:
@@ -301,6 +400,84 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             if getattr(arguments, name) and getattr(arguments, other):
                 yield f"{name} contradicts {other}; leave one out"
     yield from _cache(arguments)
+
+
+def _expert_exchange(arguments: Arguments) -> Iterator[str]:
+    size, parts = arguments.tensor_parallel_size, arguments.expert_parallel_size
+    if arguments.moe_a2a_backend == "none":
+        for name in ("deepep_mode", "enable_single_batch_overlap"):
+            if getattr(arguments, name) != _DEFAULTS[name]:
+                yield f"{name} needs moe_a2a_backend deepep: without it no tokens travel to their experts"
+        return
+    if not arguments.enable_dp_attention:
+        yield "moe_a2a_backend needs enable_dp_attention: without it every device has all tokens already"
+    if parts not in (1, size):
+        yield (
+            f"moe_a2a_backend contradicts expert_parallel_size {parts}: it divides experts over all {size} devices of "
+            "tensor_parallel_size; leave expert_parallel_size out"
+        )
+    if arguments.moe_a2a_backend != "deepep" and arguments.deepep_mode not in ("auto", arguments.exchange_mode):
+        yield f"moe_a2a_backend {arguments.moe_a2a_backend} contradicts deepep_mode; leave one out"
+
+
+_CONTEXT = "enable_nsa_prefill_context_parallel"
+
+
+def _short_steps(arguments: Arguments, name: str, least: int) -> Iterator[str]:
+    """A problem if ``name`` has no effect because no step has the ``least`` tokens from which steps are divided."""
+    chunk = arguments.chunked_prefill_size
+    if chunk is not None and chunk > 0 and max(chunk, arguments.max_running_requests) < least:
+        yield (
+            f"{name} contradicts chunked_prefill_size {chunk}: only steps of {least} or more tokens are divided; raise "
+            "chunked_prefill_size, or leave one out"
+        )
+
+
+def _context_parallel(arguments: Arguments) -> Iterator[str]:
+    name = _CONTEXT
+    yield from _short_steps(arguments, name, CONTEXT_PARALLEL_TOKENS)
+    if arguments.tensor_parallel_size == 1:
+        yield f"{name} needs tensor_parallel_size: the devices that divide a prompt"
+    others = {
+        "enable_dp_attention": arguments.enable_dp_attention,
+        "pipeline_parallel_size": arguments.pipeline_parallel_size > 1,
+        "speculative_algorithm EAGLE3 and DFLASH, whose drafts read hidden states between layers": (
+            arguments.speculative_algorithm in ("EAGLE3", "DFLASH")
+        ),
+        "enable_lora": arguments.has_adapters,
+    }
+    for other, given in others.items():
+        if given:
+            yield f"{name} contradicts {other}; leave one out"
+
+
+_OF_EPLB = (
+    "eplb_algorithm",
+    "eplb_rebalance_num_iterations",
+    "eplb_rebalance_layers_per_chunk",
+    "eplb_min_rebalancing_utilization_threshold",
+)
+
+
+def _expert_places(arguments: Arguments) -> Iterator[str]:
+    names = "ep_num_redundant_experts", "init_expert_location", "enable_eplb"
+    moved = [name for name in names if getattr(arguments, name) != _DEFAULTS[name]]
+    if arguments.init_expert_location.endswith((".pt", ".pth", ".pkl")):
+        yield (
+            "init_expert_location: pickled files can run code, so they are refused; write physical_to_logical_map or "
+            "logical_count as JSON"
+        )
+    if arguments.ep_dispatch_algorithm is not None and not arguments.ep_num_redundant_experts:
+        yield "ep_dispatch_algorithm needs ep_num_redundant_experts: without it experts have no copies"
+    if not arguments.enable_eplb:
+        for name in _OF_EPLB:
+            if getattr(arguments, name) != _DEFAULTS[name]:
+                yield f"{name} needs enable_eplb"
+    for name in moved:
+        if arguments.expert_parts == 1:
+            yield f"{name} needs expert_parallel_size: without it every device has all experts"
+        if arguments.pipeline_parallel_size > 1:
+            yield f"{name} contradicts pipeline_parallel_size; leave one out"
 
 
 def _cache(arguments: Arguments) -> Iterator[str]:

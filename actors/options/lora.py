@@ -9,7 +9,7 @@ import msgspec
 
 from actors.options.declaration import ArgumentSpec
 from actors.options.errors import ArgumentError
-from actors.options.expert_distribution import ExpertDistributionArguments
+from actors.options.expert_placement import ExpertPlacementArguments
 
 __all__ = ["AdapterPath", "LoraArguments", "adapter_path"]
 
@@ -26,7 +26,7 @@ _KEYS = {"lora_name": "name", "name": "name", "lora_path": "path", "path": "path
 
 
 def adapter_path(word: str) -> AdapterPath:
-    """``name=path``, a path that is the name, too, or a JSON object with lora_name, lora_path and pinned, or with name
+    """``name=path``, a path that is also the name, or a JSON object with lora_name, lora_path and pinned, or with name
     and path. Raises ArgumentError."""
     if not word.startswith("{"):
         name, mark, path = word.partition("=")
@@ -45,18 +45,18 @@ def adapter_path(word: str) -> AdapterPath:
     if not (result.name and result.path):
         raise ArgumentError(f"{word[:80]!r} needs a name and a path, as in pirate=adapters/pirate")
     if "://" in result.path:
-        raise ArgumentError(f"{result.path[:80]!r} is a URL; download the adapter and give its directory")
+        raise ArgumentError(f"{result.path[:80]!r} is a URL; give owner/name of the hub, or a directory")
     return result
 
 
-class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
+class LoraArguments(ExpertPlacementArguments, frozen=True, kw_only=True):
     """The arguments of LoRA adapters."""
 
     enable_lora: Annotated[
         bool,
         ArgumentSpec(
             group="LoRA",
-            help="Make room for LoRA adapters, which are loaded beside running requests; --lora-paths implies it.",
+            help="Reserve memory for LoRA adapters that are loaded at run time; --lora-paths implies it.",
         ),
     ] = False
 
@@ -66,10 +66,11 @@ class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
             group="LoRA",
             aliases=("lora-modules",),
             default_text="none",
-            metavar="NAME=DIR",
-            help="Adapters to load at the start, directories in PEFT's format: name=directory, a directory whose path "
-            'is the name, too, or a JSON object like {"lora_name": "pirate", "lora_path": "adapters/pirate", '
-            '"pinned": true}. A pinned one is not unloaded to make room for another.',
+            metavar="NAME=PATH",
+            help="Adapters to load at the start, directories in PEFT's format or repositories of the Hugging Face hub "
+            "(owner/name, or owner/name@revision): name=path, a path that is also the name, or a JSON object like "
+            '{"lora_name": "pirate", "lora_path": "adapters/pirate", "pinned": true}. A pinned adapter is never '
+            "unloaded to make room for another. The included model has json, pirate and poet.",
         ),
     ] = None
 
@@ -81,7 +82,7 @@ class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
             minimum=1,
             maximum=1024,
             metavar="RANK",
-            help="Largest rank of an adapter. Every place on the device has room for it in every layer.",
+            help="Largest rank of an adapter. Every adapter slot reserves memory for it in every layer.",
         ),
     ] = None
 
@@ -91,8 +92,9 @@ class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
             group="LoRA",
             default_text="those of --lora-paths, else all",
             metavar="NAMES",
-            help="Layers that adapters may change, by the ends of their names (q_proj), or all. Other layers cost "
-            "nothing.",
+            help="Layers that adapters may change, by the last part of their names (q_proj), or all linear layers. all "
+            "does not include embed_tokens, lm_head, experts and dora (the magnitudes of DoRA): name them beside it. "
+            "Other layers cost nothing.",
         ),
     ] = None
 
@@ -104,8 +106,8 @@ class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
             minimum=1,
             maximum=256,
             metavar="N",
-            help="Number of different adapters that run together, which is the number of places on the device. "
-            "Requests of others wait; the longest-waiting adapter gets the next free place.",
+            help="Number of different adapters in a batch, which is the number of adapter slots on the device. "
+            "Requests of others wait; the longest-waiting adapter gets the next free slot.",
         ),
     ] = 8
 
@@ -118,17 +120,26 @@ class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
             minimum=1,
             maximum=10**6,
             metavar="N",
-            help="Number of adapters that requests may name. One more unloads another, by --lora-eviction-policy: it "
-            "takes no more requests, and leaves the host's memory when those that run have ended.",
+            help="Number of adapters that requests may name. Loading one more unloads another, by "
+            "--lora-eviction-policy: it takes no new requests, and leaves host memory when those that run have ended.",
         ),
     ] = None
+
+    lora_backend: Annotated[
+        Literal["auto", "torch", "torch_native", "native", "triton", "csgmv", "ascend"],
+        ArgumentSpec(
+            group="LoRA",
+            help="Implementation of the matrix products of adapters. auto: that of the device, which is native on "
+            "cpu, triton or csgmv (the same kernels) on cuda, and ascend (plain torch) on npu. torch, torch_native: "
+            "plain torch on every device, which is slower.",
+        ),
+    ] = "auto"
 
     lora_eviction_policy: Annotated[
         Literal["lru", "fifo"],
         ArgumentSpec(
             group="LoRA",
-            help="Which adapter --max-loaded-loras unloads for a new one: the one whose last request came earliest "
-            "(lru), or the one that was loaded first (fifo). Places on the device are always given up in the order "
-            "of use.",
+            help="Which adapter --max-loaded-loras unloads for a new one: the least recently used (lru), or the first "
+            "loaded (fifo). Slots on the device are always reused in least recently used order.",
         ),
     ] = "lru"

@@ -170,6 +170,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="Model and tokenizer",
+            aliases=("disable-hybrid-kv-cache-manager",),
             help="Keep all tokens in layers that see a sliding window. Else they keep the window alone, where that "
             "halves the cache of a sequence of the full context length at least, and decode steps are captured on "
             "NVIDIA GPUs alone.",

@@ -54,6 +54,46 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
         ),
     ] = None
 
+    max_mamba_cache_size: Annotated[
+        int | None,
+        ArgumentSpec(
+            group="Memory and scheduling",
+            default_text="from memory",
+            minimum=1,
+            maximum=1_073_741_824,
+            metavar="STATES",
+            help="Most recurrent states in memory, including snapshots for shared prefixes (Mamba 2, delta nets).",
+        ),
+    ] = None
+
+    mamba_full_memory_ratio: Annotated[
+        float | None,
+        ArgumentSpec(
+            group="Memory and scheduling",
+            default_text="by --max-running-requests, at most 2",
+            minimum=0,
+            above=True,
+            maximum=1000,
+            metavar="RATIO",
+            help="Memory of recurrent states divided by memory of keys and values; --max-mamba-cache-size overrides "
+            "it.",
+        ),
+    ] = None
+
+    mamba_track_interval: Annotated[
+        int | None,
+        ArgumentSpec(
+            group="Memory and scheduling",
+            aliases=("mamba-block-size",),
+            default_text="1 to 256 pages, by the size of a state",
+            minimum=1,
+            maximum=1_048_576,
+            metavar="TOKENS",
+            help="Tokens between two snapshots of a recurrent state; prefixes are shared up to a snapshot. A multiple "
+            "of --page-size.",
+        ),
+    ] = None
+
     max_running_requests: Annotated[
         int,
         ArgumentSpec(

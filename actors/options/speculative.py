@@ -210,6 +210,24 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         ),
     ] = None
 
+    speculative_moe_a2a_backend: Annotated[
+        Literal["none", "deepep"],
+        ArgumentSpec(
+            group=_GROUP,
+            unbuilt_choices={
+                "ascend_fuseep": "torch_npu has no operator that dispatches tokens, runs their experts and combines; "
+                "use deepep",
+            }
+            | dict.fromkeys(
+                ("mooncake", "flashinfer"),
+                "tokens travel by torch.distributed or the NPU's own operators; use deepep",
+            ),
+            help="Where the experts of a draft are with --enable-dp-attention. none: each part of attention has all. "
+            "deepep: they are divided over all devices, and tokens travel as --deepep-mode says; the devices agree on "
+            "each pass of the draft, for which the host waits. Needs --moe-a2a-backend deepep.",
+        ),
+    ] = "none"
+
     eagle3_layers_to_capture: Annotated[
         tuple[int, ...] | None,
         ArgumentSpec(

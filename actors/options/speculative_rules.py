@@ -26,6 +26,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "speculative_num_steps": _DRAFTING,
     "speculative_eagle_topk": _DRAFTING,
     "speculative_token_map": ("EAGLE", "MTP", "STANDALONE"),
+    "speculative_moe_a2a_backend": ("EAGLE", "MTP", "STANDALONE"),
     "eagle3_layers_to_capture": ("EAGLE3",),
     "enable_multi_layer_eagle": ("EAGLE", "MTP"),
     "speculative_dflash_block_size": ("DFLASH",),
@@ -61,6 +62,14 @@ def speculative_problems(arguments: Arguments) -> Iterator[str]:
             yield f"{field} has no effect with speculative_algorithm {algorithm}, only with {_listed(_ONLY[field])}"
     if arguments.speculative_draft_model_revision is not None and arguments.speculative_draft_model_path is None:
         yield "speculative_draft_model_revision needs speculative_draft_model_path"
+    if arguments.speculative_moe_a2a_backend != "none":
+        if arguments.exchange_mode is None:
+            yield "speculative_moe_a2a_backend needs moe_a2a_backend deepep, by which the model's tokens travel"
+        if arguments.enable_multi_layer_eagle:
+            yield (
+                "speculative_moe_a2a_backend contradicts enable_multi_layer_eagle: a pass of several heads runs only "
+                "one of them, and all devices must run the same layers; leave one out"
+            )
     if arguments.speculative_adaptive_config is not None and not arguments.speculative_adaptive:
         yield "speculative_adaptive_config needs speculative_adaptive"
     layers = arguments.eagle3_layers_to_capture

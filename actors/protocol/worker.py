@@ -30,11 +30,15 @@ __all__ = [
 
 
 class NumberedAdapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter: the number that admissions give, its name, and the directory of its files."""
+    """A LoRA adapter: the number that admissions give, its name, and the directory of its files on node 0.
+
+    ``source``: ``owner/name@revision`` of the hub, which a node without this directory downloads; empty: none.
+    """
 
     index: int
     name: str
     path: str
+    source: str = ""
 
 
 class WorkerProtocol:
@@ -46,7 +50,7 @@ class Load(Message[WorkerProtocol, None], frozen=True):
 
     ``incarnation``: of the worker. ``epoch``: of the group. ``rendezvous``: of the ranks, as in RunnerConfig.
     ``adapters``: to load with the model. In the first epoch one that cannot be loaded refuses the load; later, when its
-    files may be gone, only its own requests fail.
+    files may be gone, the worker reports it, and only its own requests fail.
     """
 
     timed: ClassVar[bool] = False  # it has a time of its own: WorkerConfig.load_timeout
@@ -106,11 +110,13 @@ class LoadProgress(Message[WorkerEventsProtocol, None], frozen=True):
 
 
 class WorkerLoaded(Message[WorkerEventsProtocol, None], frozen=True):
-    """The model is loaded and the cache allocated: the worker takes steps of this epoch."""
+    """The model is loaded and the cache allocated: the worker takes steps of this epoch. ``failed``: the numbers of the
+    adapters that it could not load again, with the reasons."""
 
     worker: WorkerId
     info: ModelInfo
     epoch: int
+    failed: dict[int, str] = msgspec.field(default_factory=dict)
 
 
 class LoadRefused(Message[WorkerEventsProtocol, None], frozen=True):
@@ -126,9 +132,11 @@ class LoadRefused(Message[WorkerEventsProtocol, None], frozen=True):
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a worker is started with. ``load_timeout``: seconds that loading the model may take."""
+    """What a worker is started with. ``load_timeout``: seconds that loading the model may take. ``download_dir``:
+    the cache directory of adapters from the hub; None: the hub's default."""
 
     runner: RunnerConfig
     worker: WorkerId = WorkerId(0)
     load_timeout: float = 1800.0
+    download_dir: str | None = None
     faults: str = ""  # a test's plan of faults; see actors.faults

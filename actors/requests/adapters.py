@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,10 +18,13 @@ from actors.options import Arguments
 from actors.protocol import LoadAdapter, NumberedAdapter, UnloadAdapter, WorkerProtocol
 from actors.protocol.requests import InvalidRequest, RequestFailed
 from actors.runtime import ActorDied, ActorRef, AskTimeout, MailboxFull
+from actors.text.model_files import ModelPathError, adapter_source, resolve_adapter_path
 from kernels.contract.adapters import ALL_TARGETS, AdapterInfo, AdapterSettings, read_adapter_info
 from kernels.contract.errors import ConfigError
 
 __all__ = ["Adapter", "Adapters", "adapter_settings", "read_adapters"]
+
+_log = logging.getLogger("troupe.engine")
 
 _LOAD_SECONDS = 300.0
 _UNLOAD_SECONDS = 60.0
@@ -29,7 +33,8 @@ _RETRY_SECONDS = 0.1
 
 class Adapter(msgspec.Struct, frozen=True):
     """A loaded adapter. ``index`` is never used twice, so that nothing of an earlier adapter of this name is taken for
-    its own. ``created``: in Unix seconds."""
+    its own. ``created``: in Unix seconds. ``source``: see NumberedAdapter.
+    """
 
     index: int
     name: str
@@ -37,6 +42,7 @@ class Adapter(msgspec.Struct, frozen=True):
     pinned: bool
     info: AdapterInfo
     created: int
+    source: str = ""
 
     @property
     def salt(self) -> bytes:
@@ -45,12 +51,13 @@ class Adapter(msgspec.Struct, frozen=True):
 
     @property
     def numbered(self) -> NumberedAdapter:
-        return NumberedAdapter(self.index, self.name, self.path)
+        return NumberedAdapter(self.index, self.name, self.path, self.source)
 
 
 def read_adapters(arguments: Arguments, base: Mapping[str, Any]) -> tuple[AdapterInfo, ...]:
-    """What the adapters of --lora-paths are. Raises ConfigError."""
-    return tuple(read_adapter_info(_absolute(each.path), base) for each in arguments.adapter_paths)
+    """What the adapters of --lora-paths are, after those of the hub have been downloaded. Raises ConfigError or
+    ModelPathError."""
+    return tuple(_read(each.path, arguments, base) for each in arguments.adapter_paths)
 
 
 def adapter_settings(arguments: Arguments, infos: Sequence[AdapterInfo]) -> AdapterSettings | None:
@@ -62,11 +69,16 @@ def adapter_settings(arguments: Arguments, infos: Sequence[AdapterInfo]) -> Adap
         return None
     rank = arguments.max_lora_rank or max((info.rank for info in infos), default=16)
     targets = arguments.lora_target_modules or tuple(sorted({name for info in infos for name in info.targets}))
-    return AdapterSettings(rank, arguments.max_loras_per_batch, targets or (ALL_TARGETS,))
+    plain = arguments.lora_backend in ("torch", "torch_native")
+    return AdapterSettings(rank, arguments.max_loras_per_batch, targets or (ALL_TARGETS,), plain=plain)
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+def _read(
+    path: str, arguments: Arguments, base: Mapping[str, Any], settings: AdapterSettings | None = None
+) -> AdapterInfo:
+    """What an adapter of a directory or of the hub is. Blocks. Raises ConfigError or ModelPathError."""
+    directory = resolve_adapter_path(path, download_dir=arguments.download_dir)
+    return read_adapter_info(str(directory), base, settings)
 
 
 class Adapters:
@@ -78,7 +90,10 @@ class Adapters:
         self._workers = workers
         self._names: dict[str, Adapter] = {}  # the one to unload first is first
         self._held: dict[int, Adapter] = {}  # that the workers hold
+        self._lost: dict[str, str] = {}  # why those that workers could not load again are gone, by name
+        self._loading: dict[int, str] = {}  # why a restarted worker lacks one that is being loaded; empty: none does
         self._users: Counter[int] = Counter()
+        self._requests: Counter[int] = Counter()  # so far, by adapter
         self._unused: dict[int, asyncio.Event] = {}  # of those that are to be unloaded
         self._leaving: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
@@ -90,14 +105,12 @@ class Adapters:
         """Take the adapters of --lora-paths, which the workers load with the model. ``base``: its config.json."""
         self._settings, self._base = settings, base
         for each, info in zip(self._arguments.adapter_paths, infos, strict=True):
-            self._add(each.name, each.path, each.pinned, info)
-
-    def _add(self, name: str, path: str, pinned: bool, info: AdapterInfo) -> None:
-        self._hold(adapter := self._make(name, path, pinned, info))
-        self._names[name] = adapter
+            self._hold(adapter := self._make(each.name, each.path, each.pinned, info))
+            self._names[each.name] = adapter
 
     def _make(self, name: str, path: str, pinned: bool, info: AdapterInfo) -> Adapter:
-        return Adapter(next(self._numbers), name, _absolute(path), pinned, info, int(time.time()))
+        source = adapter_source(path, Path(info.path))
+        return Adapter(next(self._numbers), name, info.path, pinned, info, int(time.time()), source)
 
     def _hold(self, adapter: Adapter) -> None:
         self._held[adapter.index] = adapter
@@ -120,15 +133,51 @@ class Adapters:
         adapter = self._names.get(name)
         if adapter is None:
             raise InvalidRequest(
-                f"The adapter {name[:128]!r} is not loaded here.", param="model", code="model_not_found"
+                self.loss(name) or f"The adapter {name[:128]!r} is not loaded here.",
+                param="model",
+                code="model_not_found",
             )
         return adapter
+
+    def loss(self, name: str) -> str:
+        """Why an adapter of this name is no longer loaded; empty: no worker has lost it."""
+        reason = self._lost.get(name)
+        if reason is None:
+            return ""
+        return (
+            f"The adapter {name[:128]!r} is no longer loaded: restarted workers could not load it again ({reason}). "
+            "Fix the cause, then load the adapter again."
+        )
+
+    def lose(self, lost: Mapping[int, str]) -> None:
+        """Refuse further requests of adapters that a worker could not load again. ``lost``: the reasons by adapter
+        number. Requests that run in replicas which still have the adapter end normally. The load of an
+        adapter that is being loaded fails."""
+        for index, reason in lost.items():
+            if index in self._loading:
+                self._loading[index] = reason
+                continue
+            adapter = self._held.get(index)
+            if adapter is None or self._names.get(adapter.name) is not adapter:  # it is being unloaded
+                continue
+            _log.error("Adapter %s could not be loaded again; its requests fail: %s", adapter.name, reason)
+            self._lost[adapter.name] = reason
+            del self._names[adapter.name]
+            self._forget(adapter)
 
     def use(self, adapter: Adapter) -> None:
         """Count a request of an adapter."""
         self._users[adapter.index] += 1
+        self._requests[adapter.index] += 1
         if self._arguments.lora_eviction_policy == "lru" and self._names.get(adapter.name) is adapter:
             self._names[adapter.name] = self._names.pop(adapter.name)
+
+    def requests(self, adapter: Adapter) -> int:
+        """Requests of an adapter since it was loaded."""
+        return self._requests[adapter.index]
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def leave(self, adapter: Adapter) -> None:
         """A request of an adapter has ended."""
@@ -141,37 +190,48 @@ class Adapters:
     # -- loading
 
     async def load(self, name: str, path: str, *, pinned: bool = False) -> Adapter:
-        """Load a local directory in every worker, beside running steps. Raises InvalidRequest."""
+        """Load a local directory, or a repository of the hub, in every worker, beside running steps. Raises
+        InvalidRequest."""
         if "://" in path:
-            raise InvalidRequest("lora_path: is a URL; give a directory of the server.", param="lora_path")
+            raise InvalidRequest(
+                "lora_path is a URL; give a directory of the server or owner/name of the hub.", param="lora_path"
+            )
         async with self._changing:
-            if name in self._names or name in self._arguments.model_names:
+            if name in self._arguments.model_names:
+                raise InvalidRequest(
+                    f"lora_name: {name[:128]!r} is the name of the model. Take another name.", param="lora_name"
+                )
+            if name in self._names:
                 raise InvalidRequest(
                     f"lora_name: {name[:128]!r} is loaded already. Unload it, or take another name.", param="lora_name"
                 )
             try:
-                info = await asyncio.to_thread(read_adapter_info, _absolute(path), self._base, self._settings)
-            except ConfigError as error:
-                raise InvalidRequest(f"lora_path: {error}.", param="lora_path") from None
+                info = await asyncio.to_thread(_read, path, self._arguments, self._base, self._settings)
+            except (ConfigError, ModelPathError) as error:
+                raise InvalidRequest(f"lora_path: {str(error).removesuffix('.')}.", param="lora_path") from None
             self._require_room()
             adapter = self._make(name, path, pinned, info)
             self._hold(adapter)  # a worker that starts meanwhile loads it with the model
+            self._loading[adapter.index] = ""
             try:
                 asked = [self._ask(each, adapter) for each in self._workers()]
                 answers = await asyncio.gather(*asked, return_exceptions=True)  # none loads it later
                 if failed := next((each for each in answers if isinstance(each, BaseException)), None):
                     raise failed
-                if wrong := next(filter(None, answers), ""):
+                if wrong := self._loading[adapter.index] or next(filter(None, answers), ""):
                     raise InvalidRequest(f"lora_path: {wrong}.", param="lora_path")
             except BaseException as error:
                 task = self._forget(adapter)
                 if isinstance(error, Exception):
                     await asyncio.shield(task)
                 raise
+            finally:
+                del self._loading[adapter.index]
             if (evicted := self._require_room()) is not None:
                 del self._names[evicted.name]
                 self._forget(evicted)  # when its requests have ended
             self._names[name] = adapter
+            self._lost.pop(name, None)
             return adapter
 
     def _require_room(self) -> Adapter | None:
@@ -204,9 +264,11 @@ class Adapters:
     async def unload(self, name: str) -> None:
         """Take no more requests of an adapter, and forget it when those that run have ended. Raises InvalidRequest.
 
-        It is forgotten even if the caller does not wait for it.
+        It is forgotten even if the caller does not wait for it. One that workers have lost is forgotten already.
         """
         adapter = self._names.pop(name, None)
+        if adapter is None and self._lost.pop(name, None) is not None:
+            return
         if adapter is None:
             raise InvalidRequest(f"lora_name: no adapter {name[:128]!r} is loaded.", param="lora_name")
         await asyncio.shield(self._forget(adapter))
@@ -223,9 +285,18 @@ class Adapters:
             await self._unused[adapter.index].wait()
             del self._unused[adapter.index]
         del self._held[adapter.index]
-        for worker in self._workers():  # one that dies forgets it by that
-            with contextlib.suppress(ActorDied, MailboxFull, AskTimeout):
-                await worker.ask(UnloadAdapter(adapter.index), timeout=_UNLOAD_SECONDS)
+        self._requests.pop(adapter.index, None)
+        for worker in self._workers():
+            await self._unload_from(worker, adapter)
+
+    async def _unload_from(self, worker: ActorRef[WorkerProtocol], adapter: Adapter) -> None:
+        until = time.monotonic() + _UNLOAD_SECONDS
+        while time.monotonic() < until:
+            with contextlib.suppress(MailboxFull):
+                with contextlib.suppress(ActorDied, AskTimeout):  # one that dies forgets it by that
+                    await worker.ask(UnloadAdapter(adapter.index), timeout=_UNLOAD_SECONDS)
+                return
+            await asyncio.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
         """Stop waiting for requests: the engine ends."""

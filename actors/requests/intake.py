@@ -44,6 +44,7 @@ from actors.runtime import MailboxFull, current_traceparent
 from actors.text.encoding import Encoding, characters
 from actors.text.served_model import ServedModel
 from kernels.contract.tasks import Classify, Embed, Generate, NextToken, Score, Task
+from telemetry.metrics.options import ADAPTER
 from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
 __all__ = ["GENERATE", "Intake", "Prompt", "RequestOptions", "grammar_start"]
@@ -192,7 +193,7 @@ class Intake:
         if options.adapter is not None and self._adapters is not None:
             adapter = self._adapters.require(options.adapter)
             salt = adapter.salt + salt
-            timeline.request["troupe.adapter"] = adapter.name
+            timeline.request[ADAPTER] = adapter.name
         self._check_replica(options.replica)
         now = time.monotonic()
         timeout = self._arguments.request_timeout if options.timeout is None else options.timeout

@@ -19,8 +19,9 @@ from actors.runtime.core.failure import Failure
 from actors.runtime.core.message import Lane, Message, current_actor, current_traceparent
 from actors.runtime.core.ref import ActorRef
 from actors.runtime.core.supervisor import Backoff, Strategy, Supervision
-from actors.runtime.process.blank_process import BlankProcess
+from actors.runtime.process.blank_process import BlankProcess, LocalProcess, first_bytes
 from actors.runtime.process.launched import LaunchedProcess, Launcher
+from actors.runtime.process.link import Link
 from actors.runtime.system import ActorSystem
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "Later",
     "LaunchedProcess",
     "Launcher",
+    "Link",
+    "LocalProcess",
     "MailboxFull",
     "Message",
     "MessageTooLarge",
@@ -58,6 +61,7 @@ __all__ = [
     "UnknownMessage",
     "current_actor",
     "current_traceparent",
+    "first_bytes",
     "handles",
     "handles_in_thread",
 ]

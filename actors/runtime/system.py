@@ -22,7 +22,7 @@ from actors.runtime.core.message import Message
 from actors.runtime.core.ref import ActorRef
 from actors.runtime.core.supervisor import Supervision, Unit
 from actors.runtime.core.system_events import SystemEvents
-from actors.runtime.process.blank_process import BlankProcess
+from actors.runtime.process.blank_process import launch_blank
 from actors.runtime.process.child_process import Standby
 from actors.runtime.process.frames import FRAME_LIMIT
 from actors.runtime.process.incarnation import ProcessIncarnation
@@ -223,7 +223,7 @@ class ActorSystem:
         window: int = 16,
         frame_limit: int = FRAME_LIMIT,
         standby: bool = False,
-        launcher: Launcher = BlankProcess,
+        launcher: Launcher = launch_blank,
         wait: bool = True,
     ) -> ActorRef[P]:
         """Start the actor class ``target`` ("package.module:Class") in a child process, as ``Class(config)``.

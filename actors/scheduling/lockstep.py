@@ -7,6 +7,7 @@ than the others would wait for ever. All schedulers are in one process, so they 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,11 +15,13 @@ import msgspec
 
 __all__ = ["Lockstep", "Turn"]
 
+_log = logging.getLogger("troupe.scheduler")
+
 GRACE_SECONDS = 0.02
 """Until a round begins without a replica that has not yet planned behind its last result."""
 
 Tokens = tuple[int, ...]
-"""The tokens of a round's pass in each replica."""
+"""The most tokens of a round's pass in each replica: with as many draft tokens as may be."""
 
 
 class Turn(msgspec.Struct, frozen=True, eq=False):
@@ -36,6 +39,7 @@ class _Member:
     def __init__(self) -> None:
         self.turns: deque[Turn] = deque()
         self.launch_empty: Callable[[int, Tokens], None] | None = None
+        self.is_alive: Callable[[], bool] = lambda: False
         self.settling = 0  # results behind which it has not planned yet
 
 
@@ -43,12 +47,16 @@ class Lockstep:
     """Starts rounds: of each of ``replicas`` the step that has waited longest, or else an empty one.
 
     At most ``depth`` rounds are in flight. When one has ended, every replica plans before the next begins, so that busy
-    replicas run in the same rounds. An epoch of the workers begins without rounds.
+    replicas run in the same rounds. An epoch of the workers begins without rounds. ``replace_workers``: ends an epoch
+    in which some workers have a step that others did not get; called with the reason.
     """
 
-    def __init__(self, replicas: int, depth: int, grace: float = GRACE_SECONDS) -> None:
+    def __init__(
+        self, replicas: int, depth: int, replace_workers: Callable[[str], None], grace: float = GRACE_SECONDS
+    ) -> None:
         self._members = [_Member() for _ in range(replicas)]
         self._depth, self._grace = depth, grace
+        self._replace_workers = replace_workers
         self._rounds: deque[dict[int, bool]] = deque()  # the members without an answer, and whether theirs has rows
         self._epoch = -1
         self._broken = -1  # no rounds up to this epoch
@@ -56,12 +64,13 @@ class Lockstep:
         self._first = 0  # whose turn it is to run apart
         self._timer: asyncio.TimerHandle | None = None
 
-    def join(self, replica: int, launch_empty: Callable[[int, Tokens], None]) -> None:
+    def join(self, replica: int, launch_empty: Callable[[int, Tokens], None], is_alive: Callable[[], bool]) -> None:
         """A scheduler has started, or started again: what it sent before has no answer. ``launch_empty``: sends an
-        empty step of this epoch to its workers."""
+        empty step of this epoch to its workers. ``is_alive``: whether it can send; what a dead actor asks is not sent,
+        so no round begins until it has joined again."""
         member = self._members[replica]
         member.turns.clear()
-        member.launch_empty, member.settling = launch_empty, 0
+        member.launch_empty, member.is_alive, member.settling = launch_empty, is_alive, 0
         for waiting in self._rounds:
             waiting.pop(replica, None)
         self._end_rounds()
@@ -116,7 +125,7 @@ class Lockstep:
         members = self._members
         while any(member.turns for member in members):
             apart = self._apart()
-            if any(member.launch_empty is None for member in members):
+            if not all(member.is_alive() for member in members):
                 return
             if len(self._rounds) >= (self._depth if apart is None and not self._is_apart else 1):
                 return
@@ -147,11 +156,17 @@ class Lockstep:
             self._first = replicas[0] + 1
         tokens = tuple(0 if turn is None else turn.tokens for turn in turns)
         self._rounds.append({replica: turn is not None for replica, turn in enumerate(turns)})
-        for member, turn in zip(self._members, turns, strict=True):
-            if turn is not None:
-                turn.launch(tokens)
-            elif member.launch_empty is not None:
-                member.launch_empty(self._epoch, tokens)
+        epoch = self._epoch
+        try:
+            for member, turn in zip(self._members, turns, strict=True):
+                if turn is not None:
+                    turn.launch(tokens)
+                elif member.launch_empty is not None:
+                    member.launch_empty(epoch, tokens)
+        except Exception as error:  # the others' workers have the step, and wait in it for those without
+            _log.exception("a round could not be sent to all workers; they are replaced")
+            self.broke(epoch)
+            self._replace_workers(f"a step could not be sent to all workers: {error}")
 
     def _is_late(self) -> None:
         self._timer = None

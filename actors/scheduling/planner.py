@@ -285,7 +285,8 @@ class Planner:
         if cohort is not None:
             self._suspects_next = cohort.excluded
         self._number += 1
-        batch = step.batch(self._number, allocated, self._table.running, self._table.slots.take_released())
+        released, unanswered = self._table.slots.take_released(), len(self._flights)
+        batch = step.batch(self._number, allocated, self._table.running, released, unanswered)
         self._flights.append(step.flight(self._number))
         return StepPlan(batch, step.outputs, step.chunks(), step.decodes)
 

@@ -236,7 +236,7 @@ class StepPlanning:
 
     def _prefilling(self, step: StepBuilder) -> list[list[Sequence]]:
         """The running prefills that the step has no chunk of, by tenant; those with the fewest tokens left first."""
-        prefilling = self._of_stages(self._of_cohort(self._table.prefilling.values()))
+        prefilling = self._of_cohort(self._table.prefilling.values())
         running = [s for s in prefilling if s.id not in step.admitted]
         if not self._policy.has_tenants or not self._config.chunked:
             return [running]

@@ -139,7 +139,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._board.read_batch = self._batch_at
         self._board.attribute_death = None
         if self._lockstep is not None:
-            self._lockstep.join(self._board.replica, self._launch_empty)
+            self._lockstep.join(self._board.replica, self._launch_empty, lambda: self.context.is_alive)
         if self.context.incarnation > 0:
             # Outputs of the last incarnation must be in the journal before the journal is read.
             await self._detokenizer.ask(FlushOutputs(), timeout=_CACHE_TIMEOUT_SECONDS)
@@ -443,7 +443,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             self._send(plan, batch, now, epoch)
             return
         turn = Turn(
-            sum(memoryview(batch.counts).cast("i")),
+            sum(memoryview(batch.counts).cast("i")) + sum(memoryview(batch.draft_limits).cast("i")),
             lambda tokens: self._send(plan, msgspec.structs.replace(batch, pass_tokens=tokens), now, epoch),
             apart=len(self._journal.suspects) > 0,
         )
@@ -495,6 +495,7 @@ class Scheduler(Actor[SchedulerProtocol]):
 
         def answered(result: StepResult) -> StepDone:
             self._sent.pop(batch.number, None)  # now, however long the message waits in the mailbox
+            self._board.stage_ran(self._worker.name, result.timing.stage)
             if self._lockstep is not None:
                 self._lockstep.answered(self._board.replica, epoch)
             if record is not None:
@@ -512,8 +513,9 @@ class Scheduler(Actor[SchedulerProtocol]):
         for peer in self._peers:
 
             def answered_by_peer(result: StepResult, name: str = peer.name) -> None:
-                # All ranks sample the same tokens; only the spans of the other ranks are used.
+                # All ranks sample the same tokens; only the spans and times of the other ranks are used.
                 self._timeline_writer.peer_answered(name, result.spans)
+                self._board.stage_ran(name, result.timing.stage)
 
             self.context.pipe(
                 peer,

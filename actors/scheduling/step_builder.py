@@ -117,9 +117,15 @@ class StepBuilder:
         self.prefill_rows -= 1
 
     def batch(
-        self, number: int, allocated: tuple[AllocatedPages, ...], running: dict[int, Sequence], released: bytes
+        self,
+        number: int,
+        allocated: tuple[AllocatedPages, ...],
+        running: dict[int, Sequence],
+        released: bytes,
+        unanswered: int = 0,
     ) -> StepBatch:
-        """The batch for the worker. ``allocated``: replies to ``allocations``, in the same order."""
+        """The batch for the worker. ``allocated``: replies to ``allocations``, in the same order. ``unanswered``:
+        number of steps in flight."""
         page_slots: list[int] = []
         page_ids: list[bytes] = []
         first_pages: dict[int, AllocatedPages] = {}
@@ -148,6 +154,7 @@ class StepBuilder:
             draft_levels=self.draft_levels,
             unobserved=self.unobserved,
             bounded=self._bounded(allocated, running) if allocated and allocated[0].bounded else (),
+            unanswered=unanswered,
         )
 
     def _bounded(self, allocated: tuple[AllocatedPages, ...], running: dict[int, Sequence]) -> tuple[PageGrants, ...]:

@@ -78,6 +78,7 @@ _PATTERNS: Mapping[str, str | tuple[str, ...] | None] = {
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     "kimi-k2": _KIMI,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
     **dict.fromkeys(("bailingmoe", "bailingmoe2"), _LING),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import msgspec
 
 from actors.options import Arguments
 from actors.text.gguf_tokenizer import tokenizer_settings
+from kernels.contract.adapters import ADAPTER_FILES
 from kernels.contract.errors import GgufError
 from kernels.contract.model_files import (
     LENGTH_KEYS,
@@ -24,7 +27,9 @@ __all__ = [
     "ModelDownloadError",
     "ModelFiles",
     "ModelPathError",
+    "adapter_source",
     "model_names",
+    "resolve_adapter_path",
     "resolve_model_file",
     "resolve_model_path",
 ]
@@ -94,22 +99,13 @@ def resolve_model_path(
             "owner/name."
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
-        result = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=_OTHER_PATTERNS + _WEIGHT_PATTERNS * weights + _CODE_PATTERNS * code,
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        kind = ModelDownloadError if _may_heal(error) else ModelPathError
-        raise kind(
-            f"{argument} {model} is no local directory, and {_hub_reason(error)}. Check the name, --revision, the "
-            "network and HF_TOKEN, or download it first and give the directory."
-        ) from error
-    return Path(result)
+    patterns = _OTHER_PATTERNS + _WEIGHT_PATTERNS * weights + _CODE_PATTERNS * code
+    with _downloading(
+        f"{argument} {model} is no local directory",
+        "Check the name, --revision, the network and HF_TOKEN, or download it first and give the directory.",
+    ):
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
 
 
 def _revision_of(argument: str) -> str:
@@ -128,16 +124,58 @@ def resolve_model_file(name: str, *, download_dir: str | None = None, argument: 
             f"{argument} {name} is not a local file. Give the path of a file, or owner/name/file of one on the hub."
         )
     from huggingface_hub import hf_hub_download
+
+    with _downloading(
+        f"{argument} {name} is no local file",
+        "Check the name, the network and HF_TOKEN, or give the path of a file.",
+    ):
+        return Path(hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=download_dir))
+
+
+def resolve_adapter_path(adapter: str, *, download_dir: str | None = None) -> Path:
+    """The directory of an adapter: a local one, which may be missing, or the snapshot of a hub repository
+    ``owner/name`` or ``owner/name@revision``. Raises :class:`ModelPathError`. Blocks."""
+    name, _, revision = adapter.partition("@")
+    try:
+        path = Path(adapter).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no such user
+        raise ModelPathError(f"{adapter} cannot be read ({error}); give the directory of an adapter") from error
+    if exists or path.is_absolute() or adapter.startswith((".", "~")) or name.count("/") != 1:
+        return path.absolute()
+    from huggingface_hub import snapshot_download
+
+    with _downloading(
+        f"{adapter} is not a local directory",
+        "Check the name, the network and HF_TOKEN, or give the directory of an adapter.",
+    ):
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, cache_dir=download_dir, allow_patterns=list(ADAPTER_FILES)
+            )
+        )
+
+
+def adapter_source(adapter: str, directory: Path) -> str:
+    """Where another node finds the adapter that was resolved to this directory: the hub's repository at the revision
+    that was downloaded, or empty for a local directory."""
+    if Path(adapter).expanduser().absolute() == directory:
+        return ""
+    # The hub's cache names a snapshot by its commit: a branch may have moved when another node asks.
+    return f"{adapter.partition('@')[0]}@{directory.name}" if directory.parent.name == "snapshots" else adapter
+
+
+@contextmanager
+def _downloading(failed: str, remedy: str) -> Iterator[None]:
+    """Errors of the hub become a ModelPathError, or a ModelDownloadError where another try may succeed. It says
+    ``failed``, the reason, and ``remedy``."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=download_dir))
+        yield
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         kind = ModelDownloadError if _may_heal(error) else ModelPathError
-        raise kind(
-            f"{argument} {name} is no local file, and {_hub_reason(error)}. Check the name, the network and HF_TOKEN, "
-            "or give the path of a file."
-        ) from error
+        raise kind(f"{failed}, and {_hub_reason(error)}. {remedy}") from error
 
 
 def _hub_reason(error: Exception) -> str:

@@ -26,7 +26,7 @@ class EarlyWorkers:
             placement = place(arguments, os.environ)
             # A simulated device must be set up before PyTorch is imported.
             modules = ["actors.workers.worker"] if placement.simulator else ["actors.workers.worker", RUNNER_MODULE]
-            for number in range(arguments.workers):
+            for number in range(arguments.node_workers):
                 environment = placement.environment(arguments, number, os.environ, arguments.watchdog_timeout)
                 blank = self._blank[number] = BlankProcess(environment, modules)
                 blank.begin()

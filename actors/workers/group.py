@@ -9,8 +9,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.protocol import Load, LoadProgress, LoadRefused, NumberedAdapter, WorkerConfig, WorkerLoaded, WorkerProtocol
-from actors.runtime import ActorRef, ActorSystem, Backoff, ChildCrash, Event, EventKind, Message, Strategy, Supervision
+import msgspec
+
+from actors.protocol import (
+    Load,
+    LoadProgress,
+    LoadRefused,
+    NumberedAdapter,
+    UnloadAdapter,
+    WorkerConfig,
+    WorkerLoaded,
+    WorkerProtocol,
+)
+from actors.runtime import (
+    ActorRef,
+    ActorSystem,
+    Backoff,
+    ChildCrash,
+    Event,
+    EventKind,
+    MailboxFull,
+    Message,
+    Strategy,
+    Supervision,
+)
 from actors.workers.launchers.launcher import WorkerLauncher
 from actors.workers.launchers.local import LocalLauncher
 from kernels.contract.info import ModelInfo
@@ -32,10 +54,12 @@ class WorkerGroup:
     incarnations of the processes. Each epoch has its own rendezvous, so that ranks of different epochs never meet.
 
     ``ids``: the workers, first the one whose results count: rank 0 of the last stage. ``configure``: returns the config
-    of a worker. ``address``: a rendezvous (host:port) for all epochs; without it each epoch uses a file in a private
-    folder. ``on_loaded``: called with the report of the first one and the epoch when every rank has loaded.
+    of a worker. ``address``: returns the rendezvous (host:port) of an epoch when that begins; without it each epoch
+    uses a file in a private folder. ``on_loaded``: called when every rank has loaded, with the report of the first
+    one, which has the bytes of all, and the epoch.
     ``on_refused``: called with a reason and whether it is permanent when the first epoch cannot load the model.
-    ``adapters``: those that an epoch loads with the model.
+    ``adapters``: those that an epoch loads with the model. ``on_adapters_lost``: called before ``on_loaded`` with those
+    that a rank could not load again, by number with the reasons. All ranks forget them, so that they compute the same.
     """
 
     def __init__(
@@ -43,13 +67,14 @@ class WorkerGroup:
         system: ActorSystem,
         ids: Sequence[WorkerId],
         *,
-        address: str | None,
+        address: Callable[[], str] | None,
         configure: Callable[[WorkerId], WorkerConfig],
         on_progress: Callable[[str, float], None],
         on_loaded: Callable[[ModelInfo, int], None],
         on_refused: Callable[[str, bool], None],
         launcher: WorkerLauncher | None = None,
         adapters: Callable[[], tuple[NumberedAdapter, ...]] = tuple,
+        on_adapters_lost: Callable[[Mapping[int, str]], None] = lambda lost: None,
     ) -> None:
         self.ids = tuple(ids)
         self.workers: dict[WorkerId, ActorRef[WorkerProtocol]] = {}
@@ -60,11 +85,13 @@ class WorkerGroup:
         self._on_loaded = on_loaded
         self._on_refused = on_refused
         self._adapters = adapters
+        self._on_adapters_lost = on_adapters_lost
         self._launcher = launcher or LocalLauncher()
         self._epoch = -1
         self._running: dict[WorkerId, int] = {}  # incarnations of the processes started since the last death
         self._progress: dict[WorkerId, float] = {}
         self._loaded: dict[WorkerId, ModelInfo] = {}
+        self._lost: dict[int, str] = {}  # adapters of this epoch
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def spawn(
@@ -83,12 +110,6 @@ class WorkerGroup:
         s, for deaths that count by ``counts``.
         """
         self._system.on_event(self._on_event)
-        if self._address is not None:
-            _log.warning(
-                "the workers rendezvous at %s, where any user who reaches that port may disturb them; leave "
-                "--dist-init-addr out to use a private folder",
-                self._address,
-            )
         for worker in self.ids:
             self.workers[worker] = await self._system.spawn_process(
                 WorkerProtocol,
@@ -105,7 +126,7 @@ class WorkerGroup:
                     backoff=Backoff(first=0.02),  # streams wait for it: the first restarts are immediate
                     counts=counts,
                 ),
-                group=f"workers of replica {worker.replica}",
+                group=f"workers of replica {self.ids[0].replica}",  # one, also where replicas share the workers
                 standby=standby,
                 launcher=partial(self._launcher.launch, worker),
                 start_timeout=_START_TIMEOUT_SECONDS,
@@ -139,7 +160,10 @@ class WorkerGroup:
         self._epoch += 1
         self._progress.clear()
         self._loaded.clear()
-        rendezvous = "" if len(self.ids) == 1 else self._address or self._reserve()
+        self._lost.clear()
+        rendezvous = ""
+        if len(self.ids) > 1:
+            rendezvous = self._reserve() if self._address is None else self._meet_at(self._address())
         for worker, ref in self.workers.items():
             ref.offer(
                 Load(
@@ -158,18 +182,55 @@ class WorkerGroup:
                 self._on_progress(message.stage, slowest)
         elif isinstance(message, WorkerLoaded) and self._is_current(message.worker, message.epoch):
             self._loaded[message.worker] = message.info
-            if len(self._loaded) == len(self.ids):
-                self._on_loaded(self._loaded[self.ids[0]], self._epoch)
+            for index, reason in message.failed.items():
+                host = f" on {message.worker.name}" if len(self.ids) > 1 else ""
+                self._lost[index] = f"{reason}{host}"
+            if len(self._loaded) == len(self.ids) and self._forget_adapters():
+                self._on_loaded(self._info(), self._epoch)
         elif isinstance(message, LoadRefused) and self._is_current(message.worker, message.epoch):
             if self._epoch == 0:
                 self._on_refused(message.reason, message.permanent)
             else:  # an earlier epoch loaded: after a restart the memory may be free again
                 self._system.crash_actor(self.workers[message.worker], ChildCrash(message.reason))
 
+    def _forget_adapters(self) -> bool:
+        """Unload lost adapters on all ranks, which would compute different rows otherwise. Returns False if a rank's
+        mailbox is full; that rank restarts, which ends the epoch."""
+        if not self._lost:
+            return True
+        self._on_adapters_lost(self._lost)
+        for ref in self.workers.values():
+            for index in self._lost:
+                try:
+                    ref.offer(UnloadAdapter(index))
+                except MailboxFull:
+                    self._system.crash_actor(ref, ChildCrash("its mailbox is full, so it cannot unload an adapter"))
+                    return False
+        return True
+
+    def _info(self) -> ModelInfo:
+        """The report of the first worker, with the bytes of all of them."""
+        first, all_ = self._loaded[self.ids[0]], self._loaded.values()
+        return msgspec.structs.replace(
+            first,
+            weight_bytes=sum(each.weight_bytes for each in all_),
+            draft_weight_bytes=sum(each.draft_weight_bytes for each in all_),
+            cache_bytes=sum(each.cache_bytes for each in all_),
+        )
+
     def _is_current(self, worker: WorkerId, epoch: int) -> bool:
         return epoch == self._epoch and worker in self._running
 
     # -- the rendezvous of an epoch
+
+    def _meet_at(self, address: str) -> str:
+        if self._epoch == 0:
+            _log.warning(
+                "the workers rendezvous at %s, where any user who reaches that port may disturb them: with several "
+                "nodes keep it in a private network; with one leave --dist-init-addr out to use a private folder",
+                address,
+            )
+        return f"{address}/{self._epoch}"
 
     def _reserve(self) -> str:
         """The path of the rendezvous file of this epoch, which its ranks create."""

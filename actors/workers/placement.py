@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import socket
+import struct
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -25,6 +28,8 @@ _log = logging.getLogger("troupe.engine")
 SIMULATOR_VARIABLE = "TROUPE_NPU_SIMULATOR"
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_IPV6_INTERFACES = Path("/proc/net/if_inet6")  # of Linux: address, index, prefix, scope, flags, name
+_SIOCGIFADDR = 0x8915  # of Linux: asks for the address of an interface
 _VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _PLURALS = {"npu": "NPUs", "cuda": "GPUs"}
 _DEVICE_FILES = Path("/dev")
@@ -49,10 +54,16 @@ class Placement(msgspec.Struct, frozen=True):
         ones at half the time to the first token."""
         return _CHUNK_SIZES[self.device]
 
+    @property
+    def label(self) -> str:
+        """The device, with what is simulated; equal on all nodes of a model."""
+        return f"{self.device} (simulated {self.simulator})" if self.simulator else self.device
+
     def environment(
         self, arguments: Arguments, rank: int, environ: Mapping[str, str], patience: float
     ) -> dict[str, str]:
-        """Variables to add to the environment of worker ``rank``, which inherits ``environ``.
+        """Variables to add to the environment of worker ``rank`` of this node, counted from 0, which inherits
+        ``environ``.
 
         The worker sees only its own device. ``patience``: seconds after which its supervisor considers it hung;
         collectives time out earlier, so that their error is reported. Raises ArgumentError if the environment hides the
@@ -60,10 +71,12 @@ class Placement(msgspec.Struct, frozen=True):
         """
         added: dict[str, str] = worker_environment(environ)
         if arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1:
-            # By default they listen at the address of the host's name or on its first interface. All ranks are on this
-            # host.
+            # By default they listen at the address of the host's name or on its first interface.
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if self.device == "cuda" else ("GLOO_SOCKET_IFNAME",)
-            added |= {name: _LOOPBACK for name in names if name not in environ}
+            address = arguments.dist_init_addr
+            interface = _LOOPBACK if arguments.nnodes == 1 else address and _interface_to(address)
+            if interface is not None:
+                added |= {name: interface for name in names if name not in environ}
         if self.device == "cpu":
             limits: dict[str, str] = isa_environment({**environ, **_isa_variable(arguments)})
             return added | limits
@@ -84,6 +97,47 @@ class Placement(msgspec.Struct, frozen=True):
         return added | {name: value for name, value in defaults.items() if name not in environ}
 
 
+def _interface_to(address: str) -> str | None:
+    """The network interface by which this host reaches host:port; None if the system does not say."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    address_here = ipaddress.ip_address(own.partition("%")[0])
+    if address_here.is_loopback:
+        return _LOOPBACK
+    if address_here.version == 6:
+        return _interface_of_ipv6(address_here.packed.hex())
+    return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == own), None)
+
+
+def _ipv4_of(interface: str) -> str | None:
+    """The first IPv4 address of an interface, on Linux."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(found[20:24])
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    """The network interface with this address, of 32 hexadecimal digits, on Linux."""
+    try:
+        rows = [line.split() for line in _IPV6_INTERFACES.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((row[-1] for row in rows if row[0] == address), None)
+
+
 def _isa_variable(arguments: Arguments) -> dict[str, str]:
     """The environment variable that the argument sets; empty if the environment decides."""
     return {} if arguments.cpu_isa is None else {ISA_VARIABLE: arguments.cpu_isa}
@@ -99,7 +153,7 @@ def heeded(arguments: Arguments, placement: Placement) -> Arguments:
     _log.warning(
         "Without effect on device %s, which --device auto found: %s. Leave them out, or choose another --device.",
         placement.device,
-        ", ".join(ignored),
+        ", ".join(f"--{name.replace('_', '-')}" for name in ignored),
     )
     return msgspec.structs.replace(arguments, **ignored)
 

@@ -1,21 +1,27 @@
 """Arguments from the command line, the environment variable TROUPE_ARGS and a configuration file.
 
-The command line wins over TROUPE_ARGS, that over the file, and the file over the defaults.
+The command line (or a mapping in its place) wins over TROUPE_ARGS, that over the file, and the file over the defaults.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from actors.options import ArgumentError, Arguments
 from actors.options.argument import Argument
 from actors.options.keys import with_keys
+from actors.options.lora import adapter_path
 from actors.options.resolving import RawArgument, canonical, find, resolve
+from actors.options.table import ARGUMENTS
 from app.understudy import MODEL_DIR
+from app.understudy.adapters import adapter_names, included_adapter, is_included_model
 from app.understudy.drafts import draft_arguments
 
 __all__ = ["ENVIRONMENT_NAME", "load_arguments"]
@@ -30,12 +36,17 @@ _SIZES = (
 )
 
 
-def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Arguments:
+def load_arguments(
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    mapping: Mapping[str, object] | None = None,
+) -> Arguments:
     """The arguments of a server.
 
     ``argv``: the words after ``troupe serve``; None without a command line (``hypercorn app:asgi``). ``environ``
-    (default: the process's) may have TROUPE_ARGS, which is split as a shell would, and keys. Without a model the
-    included one is served. Raises ArgumentError with every problem found.
+    (default: the process's) may have TROUPE_ARGS, which is split as a shell would, and keys. ``mapping``: names and
+    values in place of a command line. Without a model the included one is served. Raises ArgumentError with every
+    problem found.
     """
     environ = os.environ if environ is None else environ
     problems: list[str] = []
@@ -46,6 +57,7 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
         problems.append(f"{ENVIRONMENT_NAME}: {error}; quote its values as for a shell")
     if argv is not None:
         layers.append(_read_words(argv, "", problems))
+    layers.append([RawArgument(name=name, value=value, spelling=name) for name, value in (mapping or {}).items()])
     files = [given for layer in layers for given in layer if canonical(given.name) == "config"]
     if files:
         try:
@@ -59,7 +71,8 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
         problems.extend(error.problems)
     if argv is None:
         problems.extend(
-            f"{field}: without a command line Hypercorn decides where to listen; use its --bind, or troupe serve"
+            f"{field}: without a command line the ASGI server decides where to listen; use its own options (hypercorn "
+            "--bind, Ray Serve's http_options), or troupe serve"
             for field in ("host", "port")
             if field in values
         )
@@ -71,11 +84,27 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
     if values.get("model_path") is None:
         values["model_path"] = str(MODEL_DIR)
         values.setdefault("served_model_name", ("understudy",))
-    return Arguments(**_with_draft(values))
+    try:
+        return Arguments(**_with_adapters(_with_draft(values)))
+    except ArgumentError as error:
+        raise ArgumentError([_with_spelled_names(problem) for problem in error.problems]) from None
 
 
 def _spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _with_spelled_names(problem: str) -> str:
+    """The sentence, whose fields of Arguments are spelled as options: ``--nccl-port`` for ``nccl_port``.
+
+    Only names of several words are replaced, and one that begins the sentence: others may be plain words.
+    """
+    names = {argument.field for argument in ARGUMENTS}
+    names |= {name.replace("-", "_") for argument in ARGUMENTS for name in argument.opposites}
+    first = problem.partition(" ")[0]
+    begin = _spelled(first) + problem[len(first) :] if first in names else problem
+    long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    return re.sub(rf"(?<![\w/.\-])(?:{long})(?![\w/\-])", lambda found: _spelled(found[0]), begin)
 
 
 def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
@@ -88,13 +117,43 @@ def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
     algorithm = values.get("speculative_algorithm")
     if algorithm is None or values.get("speculative_draft_model_path") is not None:
         return values
-    if Path(str(values["model_path"])).expanduser().resolve() != MODEL_DIR:
+    if not is_included_model(str(values["model_path"])):
         return values
     suits = draft_arguments(str(algorithm))
     sized = any(values.get(name) is not None for name in _SIZES)
     return {name: value for name, value in suits.items() if not sized or name not in _SIZES} | {
         name: value for name, value in values.items() if name != "speculative_draft_model_path"
     }
+
+
+def _with_adapters(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace the names of included adapters by their directories, if the included model is served.
+
+    A directory of that name is taken instead. Raises ArgumentError for a name that is neither.
+    """
+    words: tuple[str, ...] = values.get("lora_paths") or ()
+    if not words or not is_included_model(str(values["model_path"])):
+        return values
+    found, problems = [], []
+    for word in words:
+        try:
+            adapter = adapter_path(word)
+        except ArgumentError:
+            found.append(word)  # refused with all other arguments
+            continue
+        included = included_adapter(adapter.path)
+        if included is not None:
+            adapter = msgspec.structs.replace(adapter, path=included)
+            word = msgspec.json.encode(adapter).decode()
+        elif os.sep not in adapter.path and not Path(adapter.path).expanduser().exists():
+            names = ", ".join(adapter_names())
+            problems.append(
+                f"--lora-paths: {adapter.path[:128]!r} is neither a directory nor an included adapter ({names})"
+            )
+        found.append(word)
+    if problems:
+        raise ArgumentError(problems)
+    return values | {"lora_paths": tuple(found)}
 
 
 def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[RawArgument]:

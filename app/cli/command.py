@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -25,7 +26,7 @@ __all__ = ["main"]
 
 log = logging.getLogger("troupe")
 
-OK, USAGE = 0, 2
+OK, USAGE, FAILED = 0, 2, 3
 
 COMMANDS = ("serve", "chat", "batch", "dashboards", "help", "version")
 
@@ -97,6 +98,8 @@ def _run(arguments: Arguments) -> int:
     # Here and not at the top: help and wrong arguments must not wait for the web framework.
     from actors.workers.early_workers import EarlyWorkers
 
+    if arguments.node_rank:
+        return _run_node(arguments)
     early = EarlyWorkers(arguments)
     try:
         return _run_with(arguments, early)
@@ -146,6 +149,40 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
     if status == OK:
         log.info("The server has stopped in order.")
     return status
+
+
+def _run_node(arguments: Arguments) -> int:
+    """Run the workers of a node other than 0 until node 0 ends or a signal comes."""
+    import uvloop
+
+    from actors.engine.nodes import run_node
+    from actors.text.model_files import ModelDownloadError
+    from actors.workers.nodes.agent import NodeError
+
+    _configure_logging(arguments)
+
+    async def run() -> bool:
+        node = asyncio.ensure_future(run_node(arguments))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, node.cancel)
+        try:
+            return await node
+        except asyncio.CancelledError:
+            return True
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            in_order = runner.run(run())
+    except ModelDownloadError as error:
+        log.error("%s", error)
+        return FAILED
+    except ValueError as error:  # a wrong argument, or no model
+        return _usage_error([str(error)], "All arguments: troupe serve --help")
+    except NodeError as error:
+        log.error("%s", error)
+        return USAGE if error.permanent else FAILED
+    log.info("Node %d has stopped%s.", arguments.node_rank, " in order" if in_order else ": node 0 failed")
+    return OK if in_order else FAILED
 
 
 def _configure_logging(arguments: Arguments) -> None:

@@ -126,8 +126,10 @@ class Service:
         for known in (name, *(name.removeprefix(base) for base in bases)):
             if adapters.find(known) is not None:
                 return known
+            if reason := adapters.loss(known):
+                raise ApiError(404, reason, param=param, code="model_not_found")
         served = [*self.model_names, *(each.name for each in adapters)]
-        shown = " or ".join(map(repr, served[:_SHOWN_NAMES])) + " or others" * (len(served) > _SHOWN_NAMES)
+        shown = ", ".join(map(repr, served[:_SHOWN_NAMES])) + " and others" * (len(served) > _SHOWN_NAMES)
         raise ApiError(
             404,
             f"The model {name[:128]!r} does not exist here; this server has {shown}.",

@@ -7,30 +7,69 @@ runner reads their weights with ``Runner.load_adapter``. ``Admission.adapter`` i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, cast
 
 import msgspec
 
-__all__ = ["ALL_TARGETS", "AdapterFile", "AdapterInfo", "AdapterSettings", "read_adapter_info"]
+__all__ = [
+    "ADAPTER_FILES",
+    "ALL_TARGETS",
+    "DORA",
+    "EXPERTS",
+    "AdapterFile",
+    "AdapterInfo",
+    "AdapterSettings",
+    "is_named",
+    "is_target",
+    "read_adapter_info",
+    "target_of",
+]
+
+ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
+"""The files that are downloaded from an adapter's repository."""
 
 ALL_TARGETS = "all"
-"""In ``AdapterSettings.targets``: every linear layer that takes adapters."""
+"""In ``AdapterSettings.targets``: every linear layer but the output and those of experts. Others take room and
+time, and are named."""
+
+EXPERTS = "experts"
+"""In ``AdapterSettings.targets``: all linear layers of the experts that tokens choose."""
+
+DORA = "dora"
+"""In ``AdapterSettings.targets``: the magnitudes of DoRA, which scale what a layer gives (arXiv 2402.09353)."""
 
 _READER = "kernels.weights.adapter_files"
+
+
+def is_named(module: str, targets: Sequence[str]) -> bool:
+    """Whether ``AdapterSettings.targets`` name a module of the model."""
+    return target_of(module) in targets
+
+
+def target_of(module: str) -> str:
+    """What ``AdapterSettings.targets`` call a module."""
+    return EXPERTS if ".experts." in f".{module}." else module.rpartition(".")[2]
+
+
+def is_target(module: str, targets: Sequence[str]) -> bool:
+    """Whether a linear layer is one of ``AdapterSettings.targets``."""
+    return ALL_TARGETS in targets or is_named(module, targets)
 
 
 class AdapterSettings(msgspec.Struct, frozen=True):
     """What a runner makes room for when the model is loaded.
 
-    targets: last parts of module names (``q_proj``), or ``("all",)``; layers of others are made without adapters.
+    targets: last parts of module names (``q_proj``), ``all``, ``experts``, ``dora``; layers of others are made without
+    adapters. plain: products of adapters are plain torch, not kernels of the device.
     """
 
     max_rank: int = 16
     max_batch: int = 8  # adapters that lie on the device and may be used by one step
     targets: tuple[str, ...] = (ALL_TARGETS,)
     max_loaded: int = 0  # adapters in the worker's memory, on the host; 0: any number
+    plain: bool = False
 
 
 class AdapterFile(msgspec.Struct, frozen=True):
@@ -43,9 +82,9 @@ class AdapterFile(msgspec.Struct, frozen=True):
 class AdapterInfo(msgspec.Struct, frozen=True):
     """What an adapter's directory says about it.
 
-    name: of the directory. rank: the largest of its modules. targets: last parts of the names of the modules it
-    changes, sorted. base_model: the model that it was trained for, as its configuration names it; may be empty.
-    parameters: numbers in its file. stored_bytes: of its tensors.
+    name: of the directory, whose path is ``path``. rank: the largest of its modules. targets: last parts of the names
+    of the modules it changes, sorted, and ``experts`` and ``dora``. base_model: the model that it was trained for, as
+    its configuration names it; may be empty. parameters: numbers in its file. stored_bytes: of its tensors.
     """
 
     name: str
@@ -54,6 +93,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     base_model: str = ""
     parameters: int = 0
     stored_bytes: int = 0
+    path: str = ""
 
 
 def read_adapter_info(

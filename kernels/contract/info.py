@@ -20,10 +20,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     context_length: int  # tokens a sequence may have
     layers: int
     parameters: int
-    weight_bytes: int
+    weight_bytes: int  # of a worker; the engine's are of all workers that run the model together
     num_pages: int  # of the main page table: usable ids are 1 .. num_pages - 1; page 0 is the null page
     page_size: int
-    cache_bytes: int
+    cache_bytes: int  # as weight_bytes
     load_seconds: dict[str, float]  # by phase
     graph_rows: tuple[int, ...] = ()  # rows of each captured decode
     # most tokens that a row runs to verify draft tokens, its own last token among them; 1: off

@@ -29,9 +29,10 @@ class RunningStep:
     done: whether nothing is left to wait for, so that ``result`` returns at once.
     idle_work: optional work before the next step, best done while no client waits; call it in the model's thread.
         None: no such work.
+    stage_seconds: ``StepTiming.stage``.
     """
 
-    __slots__ = ("_finish", "done", "idle_work")
+    __slots__ = ("_finish", "done", "idle_work", "stage_seconds")
 
     def __init__(
         self, finish: Callable[[], StepResult], done: bool, idle_work: Callable[[], None] | None = None
@@ -39,6 +40,7 @@ class RunningStep:
         self._finish = finish
         self.done = done
         self.idle_work = idle_work
+        self.stage_seconds = 0.0
 
     def result(self) -> StepResult:
         """Wait for the step. Call it once, in any thread, in the order of the steps. Raises the device's errors."""
@@ -76,13 +78,18 @@ class Runner(Protocol):
     def load_adapter(self, index: int, path: str) -> None:
         """Read the PEFT directory ``path`` into this process's memory, as the adapter ``index`` >= 1 of admissions.
 
-        Call it between steps; a number that is in use is replaced. Raises UnsupportedError without
-        ``RunnerConfig.adapters``, and one ConfigError that names everything that is wrong; then nothing has changed.
+        Another thread may call it while steps run. A number that no slot uses is replaced. Raises UnsupportedError
+        without ``RunnerConfig.adapters``, and one ConfigError that names everything that is wrong; then nothing has
+        changed.
         """
         ...
 
     def unload_adapter(self, index: int) -> None:
         """Forget an adapter that no slot uses. Raises ConfigError where a slot does, or there is no such adapter."""
+        ...
+
+    def resident_adapters(self) -> tuple[int, ...]:
+        """The adapters on the device; those that no slot uses may be overwritten. None without adapters."""
         ...
 
     def close(self) -> None:

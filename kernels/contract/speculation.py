@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from kernels.contract.expert_settings import ExchangeSettings
+
 __all__ = ["AdaptiveSettings", "Algorithm", "NgramSettings", "SpeculativeSettings", "same_tokens"]
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
@@ -55,6 +57,7 @@ class SpeculativeSettings(msgspec.Struct, frozen=True):
     quantization: str = ""  # of the draft, as RunnerConfig.quantization; empty: as it says, or as the target's
     attention_mode: Literal["prefill", "decode"] = "prefill"  # which operator verifies
     draft_attention_backend: str = ""  # empty: the target's
+    exchange: ExchangeSettings | None = None  # of the draft's experts, which all ranks of dp_size parts then divide
     fixed_acceptance: float = 0.0  # benchmarks only: so many tokens are accepted a step, right or wrong; 0: off
 
     @property

@@ -33,6 +33,7 @@ from telemetry.traces.worker_spans import TracedRow, WorkerSpan
 __all__ = [
     "Admission",
     "ExpertCounts",
+    "Rebalanced",
     "RecordedExperts",
     "RowError",
     "SlotSampling",
@@ -132,16 +133,21 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     record_experts: RecordedExperts = ""  # anything: the step runs eagerly
     # With data-parallel attention, the tokens that each part of the ranks runs in this pass, in their order.
     pass_tokens: tuple[int, ...] = ()
+    # Number of preceding steps whose results the scheduler did not have yet. In a pipeline, no row needs a token that
+    # one of them samples, and before this step all stages drop the rows that failed in steps before those.
+    unanswered: int = 0
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Times of a step in seconds. ``queued``: from sending to start. ``prepare``: building inputs; ``draft``: the part
-    of it for observing and drafting. ``run``: model and sampling. ``total``: from sending, or from the answer before if
-    that was later, to the answer (in a runner alone: from the start, or the end of the step before). ``observe``: the
-    part of ``total`` in which a draft observed earlier steps; set by a runner on the CPU for decodes without draft
-    tokens, and for steps that waited for idle work.
+    of it for observing and drafting, which the last stage of a pipeline does within ``run``. ``run``: model and
+    sampling. ``total``: from sending, or from the answer before if that was later, to the answer (in a runner alone:
+    from the start, or the end of the step before). ``observe``: the part of ``total`` in which a draft observed earlier
+    steps; set by a runner on the CPU for decodes without draft tokens, and for steps that waited for idle work.
 
-    ``graph_rows``: rows that ran in a captured graph.
+    ``graph_rows``: rows that ran in a captured graph. ``stage``: in which this stage of a pipeline computed, without
+    its waits for others; 0: there are no stages, or the device runs beside the host. ``divided``: whether the model ran
+    it as two batches in turns.
     """
 
     queued: float = 0.0
@@ -151,6 +157,8 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     draft: float = 0.0
     total: float = 0.0
     observe: float = 0.0
+    stage: float = 0.0
+    divided: bool = False
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -175,6 +183,16 @@ class ExpertCounts(msgspec.Struct, frozen=True, array_like=True):
 
     counts: bytes  # int32 [layers, experts]: the tokens that each expert took; zeros in layers without experts
     routes: TokenValues | None = None  # int16 [tokens, layers, chosen] of all rows, if the step records "tokens"
+
+
+class Rebalanced(msgspec.Struct, frozen=True, array_like=True):
+    """Experts were placed anew. ``utilization``: of the ranks before that, the mean of their tokens divided by the
+    maximum, on average over layers. ``moved``: places that got another expert. ``seconds``: that one step waited for
+    this at most."""
+
+    utilization: float
+    moved: int = 0
+    seconds: float = 0.0
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -205,3 +223,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     states: TokenValues | None = None  # float32 [tokens, hidden]: final hidden states that requests return
     experts: TokenValues | None = None  # int32 [tokens, layers, chosen]: experts that requests return
     record: ExpertCounts | None = None  # of a step that records experts
+    rebalanced: Rebalanced | None = None  # by this step and those before it
+    adapters: tuple[int, ...] | None = None  # numbers of those on the device; None: as before

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.operators import Draws
 
 __all__ = ["AttentionRows", "DecodeTokens", "PromptTokens", "StepTokens", "TokenTable"]
@@ -35,6 +36,36 @@ class AttentionRows:
     verifies: int = 0
     tree: Tensor | None = None
     roots: npt.NDArray[np.int64] | None = None
+
+    def divided(self, threshold: float) -> tuple[tuple[AttentionRows, Longs], tuple[AttentionRows, Longs]] | None:
+        """Divide the rows into two parts with about the same number of tokens. Returns each part with the indices
+        (int64) of its rows, or None for a single row that may not be cut.
+
+        If a division between rows leaves one part less than ``threshold`` of all tokens, a row is cut in two; its
+        second part attends to the keys of the first. 0: no row is cut. Raises ValueError for rows that verify draft
+        tokens.
+        """
+        if self.verifies:
+            raise ValueError("rows that verify draft tokens cannot be divided")
+        ends = np.cumsum(self.counts)
+        total, inner = int(ends[-1]), ends[:-1]
+        middle = int(inner[np.abs(2 * inner - total).argmin()]) if len(inner) else 0
+        if min(middle, total - middle) < threshold * total:
+            middle = total // 2
+        if not middle:
+            return None
+        row = int(np.searchsorted(ends, middle))  # the last one of the first part
+        rest = int(ends[row]) - middle
+        first, second = np.arange(row + 1), np.arange(row if rest else row + 1, len(ends))
+        counts, others, starts = self.counts[first], self.counts[second], self.starts[second]
+        if rest:
+            counts[-1] -= rest
+            starts[0] += others[0] - rest
+            others[0] = rest
+        decodes = min(self.decodes, len(first))
+        left = AttentionRows(self.starts[first], counts, self.pages[first], decodes)
+        right = AttentionRows(starts, others, self.pages[second], self.decodes - decodes)
+        return (left, first), (right, second)
 
     def in_chunks(self, size: int, page_size: int) -> AttentionRows:
         """Rows that end where a chunk of ``size`` positions does, and whose positions are counted from its first.

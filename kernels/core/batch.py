@@ -134,7 +134,8 @@ class ForwardBatch:
     """Tokens of all rows one after the other; decode rows stand first.
 
     ``plans``: the device's attention plan for each window length that the model's layers have (0: all tokens).
-    ``states`` [tokens, width]: what a draft model starts from beside its tokens; None for a whole model.
+    ``states`` [tokens, width]: what a draft model starts from beside its tokens, or the residual stream that a stage of
+    a pipeline has received; None for a whole model.
     ``rows``: the rows on the host; None where a pass is captured. ``bounded``: those of each bounded cache group, by
     its spec.
     """

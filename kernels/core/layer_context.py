@@ -8,7 +8,9 @@ go, which every pass knows on the device: graphs that are captured once serve an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Delta", "LayerContext", "RowAdapters"]
+__all__ = ["BaseLayer", "Delta", "ExpertModules", "LayerContext", "RowAdapters"]
 
 Delta = Callable[[Tensor, Tensor], Tensor]
 """``x`` [rows, inputs] and outputs [rows, outputs] of a linear layer -> the outputs with what adapters add to them, the
@@ -24,6 +26,36 @@ same for rows of place 0. May overwrite the outputs.
 
 It reads ``LayerContext.rows``, nothing on the host, and has static shapes: it may be part of a captured graph.
 """
+
+
+@dataclass(frozen=True, eq=False)
+class BaseLayer:
+    """A linear layer that adapters add to: ``[rows, inputs] -> [rows, outputs]``, with its ``bias`` [outputs].
+
+    ``squares`` float32 [outputs]: of the weight, summed over this rank's inputs. ``sums``: of a tensor over the ranks
+    that divide the inputs, which may overwrite it; None: the inputs are whole.
+    """
+
+    linear: Callable[[Tensor], Tensor]
+    bias: Tensor | None
+    squares: Tensor
+    sums: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertModules:
+    """The experts of a layer, by their names in adapters.
+
+    modules: (gate, up, down) of each, or (up, down). here: those of this rank. stacked: the module whose parameters are
+    those of all experts, in this checkpoint or in others. sizes: the inner and the hidden one, where the model declares
+    such parameters alone. alternate: outputs of gate and up alternate in them.
+    """
+
+    stacked: str
+    modules: Sequence[tuple[str, ...]]
+    here: range
+    sizes: tuple[int, int] | None = None
+    alternate: bool = False
 
 
 class RowAdapters(Protocol):
@@ -34,12 +66,34 @@ class RowAdapters(Protocol):
         """Bytes of the device's memory that their places take."""
         ...
 
-    def make(self, modules: tuple[str, ...], context: LayerContext) -> Delta | None:
-        """The addition to the layer of ``modules``, whose outputs follow one another; None: no adapter has one."""
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        """Whether an adapter may add to the layer of ``modules``."""
         ...
 
-    def refuse(self, modules: tuple[str, ...]) -> None:
-        """The layers of ``modules`` take no adapters."""
+    @property
+    def scales(self) -> bool:
+        """Whether adapters may also scale what linear layers give (DoRA, Liu et al., arXiv 2402.09353)."""
+        ...
+
+    def make(self, modules: tuple[str, ...], context: LayerContext, base: BaseLayer | None = None) -> Delta | None:
+        """The addition to the layer of ``modules``, whose outputs follow one another; None: no adapter has one.
+        ``base``: the layer; None: adapters do not scale what it gives."""
+        ...
+
+    def make_lookup(self, module: str, context: LayerContext) -> Delta | None:
+        """The addition to rows of the table of embeddings ``module``, whose ``x`` are token ids int [rows]."""
+        ...
+
+    def make_head(self, module: str, context: LayerContext) -> Delta | None:
+        """``make`` of the output, which may share its weight with the table of embeddings."""
+        ...
+
+    def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
+        """The additions to (gate and up, down) of the experts of this rank; None: no adapter has one."""
+        ...
+
+    def refuse(self, modules: tuple[str, ...], reason: str) -> None:
+        """The layers of ``modules`` take no adapters, for a ``reason`` that begins a sentence."""
         ...
 
     def acquire(self, index: int) -> int:
@@ -57,22 +111,34 @@ class RowAdapters(Protocol):
 class LayerContext:
     """Shared by the linear layers of one model.
 
-    rank, size: this rank, of how many. A layer that is divided by its inputs has its part of ``x``, and the sum over
-    the ranks is taken after the addition; one that is divided by its outputs adds its own part of them.
+    places: of the adapters of slots. in_head: whether adapters add to logits, which are computed of chosen rows behind
+    a pass: see ``enter_slots``. rank, size: this rank, of how many. A layer that is divided by its inputs has its part
+    of ``x``, and the sum over the ranks is taken after the addition; one that is divided by its outputs adds its own
+    part of them.
+
+    used: whether a slot has an adapter. idle: whether the pass that runs, or is captured, is for rows without one.
     """
 
     def __init__(self, adapters: RowAdapters, device: torch.device, rank: int = 0, size: int = 1) -> None:
         self.adapters, self.device, self.rank, self.size = adapters, device, rank, size
         self._of_page = torch.zeros(1, dtype=torch.int64, device=device)
         self._page_size = 1
+        self.used = self.idle = False
         self._rows: Tensor | None = None
         self._segments: list[tuple[int, Tensor | None]] | None = None
+        self.in_head = False
+        self.places: dict[int, int] = {}
 
     @property
     def rows(self) -> Tensor:
         """int64 [rows]: the place of the adapter of each row of the pass that runs; 0: none."""
         assert self._rows is not None, "read while a pass runs"
         return self._rows
+
+    @property
+    def pages(self) -> tuple[Tensor, int]:
+        """int64 [pages]: the place of each page's adapter, and tokens of a page. From ``open`` on it is one tensor."""
+        return self._of_page, self._page_size
 
     @property
     def segments(self) -> list[tuple[int, Tensor | None]]:
@@ -93,6 +159,7 @@ class LayerContext:
         self._of_page = torch.zeros(pages, dtype=torch.int64, device=self.device)
         self._page_size = page_size
 
+    @torch.inference_mode()
     def assign(self, pages: npt.NDArray[Any], place: int) -> None:
         """``pages``: those that a sequence writes to, or shares with others of its adapter, which is at ``place``."""
         if len(pages):
@@ -107,3 +174,18 @@ class LayerContext:
     def select(self, wanted: Tensor) -> None:
         """The pass goes on with these of its rows alone, int64 [rows]."""
         self._rows, self._segments = self.rows.index_select(0, wanted), None
+
+    @contextmanager
+    def selected(self, wanted: Tensor) -> Iterator[None]:
+        """``select`` within the block."""
+        before = self._rows, self._segments
+        self.select(wanted)
+        try:
+            yield
+        finally:
+            self._rows, self._segments = before
+
+    def enter_slots(self, slots: Iterable[int]) -> None:
+        """Logits of rows of these slots are computed next."""
+        places = [self.places.get(slot, 0) for slot in slots]
+        self._rows, self._segments = torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True), None

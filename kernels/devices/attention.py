@@ -36,7 +36,8 @@ class Attention(ABC, Generic[Cache, Plan]):
     ``place_latent`` rotates neighbors of a vector against one another, not halves. ``invariant_latent``: whether
     results of ``attend_latent`` depend on nothing but a query and what it sees. ``plans_latent``: whether
     ``attend_latent`` reads the plan of all tokens instead of rows on the host. ``plans``: of the features that
-    ``ModelConfig.attention_features`` names, those that attention has by such a plan, too.
+    ``ModelConfig.attention_features`` names, those that attention has by such a plan, too; offsets: also over
+    a cache whose static scales have them.
     """
 
     signed_sines: bool = True

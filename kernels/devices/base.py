@@ -97,6 +97,10 @@ class Device(ABC):
         "none". "": the device has no such choice."""
         return ""
 
+    def finish_operators(self) -> None:
+        """Wait for operators that are still compiled: what is made from now on keeps its form."""
+        return
+
     def renew_operators(self) -> bool:
         """Called between steps while no request is running. -> whether operators were replaced by faster ones, so that
         decodes must be captured again."""

@@ -92,10 +92,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Elementwise:
     """Operators on each token by itself, in plain torch; a device replaces those that it has kernels for.
 
-    ``float_weights``: whether a norm's weight may be float32 in a model of another dtype.
+    ``float_weights``: whether a norm's weight may be float32 in a model of another dtype. ``norms_views``: whether rows
+    that a norm reads may be apart.
     """
 
     float_weights: bool = True
+    norms_views: bool = False
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kernels.contract.errors import UnsupportedError
+from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
@@ -30,7 +33,11 @@ from kernels.weights.quantization.weights import (
 
 __all__ = [
     "EPSILON",
+    "AdaptedExperts",
     "ClampedGate",
+    "Communicator",
+    "Dispatch",
+    "ExchangingExperts",
     "ExpertInputs",
     "ExpertLayers",
     "ExpertWeights",
@@ -39,6 +46,7 @@ __all__ = [
     "Routing",
     "StackedExperts",
     "choose",
+    "choose_places",
     "may_be_dense",
     "refusal",
     "unbiased_refusal",
@@ -60,6 +68,37 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Which place a token's expert is taken from: of row r of a pass, place ``table[r % rows, expert]``.
+
+    ``table`` int32 [rows, experts]; it may be overwritten between passes. ``places``: of all ranks together.
+    ``source``: the row of the table for all rows of a pass, where they have a rank that they come from.
+    ``moves``: whether experts change their places between passes, so that the layer must let one expert's weights be
+    overwritten (``Experts.weights``).
+    """
+
+    table: Tensor
+    places: int
+    moves: bool = False
+    source: int | None = None
+
+    def __call__(self, experts: Tensor) -> Tensor:
+        """``experts`` int [tokens, chosen] -> their places int32."""
+        if self.source is not None:
+            return self.table[self.source][experts.long()]
+        rows = torch.arange(len(experts), device=experts.device).remainder(len(self.table))
+        return self.table[rows.unsqueeze(1), experts.long()]
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedExperts:
+    """What adapters add to each expert's gate and up, and to its down, for the adapters of ``rows``."""
+
+    deltas: Sequence[tuple[Delta, Delta]]
+    rows: LayerContext
+
+
+@dataclass(frozen=True, eq=False)
 class Routing:
     """How a token's experts follow from a logit for each.
 
@@ -71,8 +110,8 @@ class Routing:
     ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best
     expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts read, not their
     results (Llama 4). ``local``: the experts that are on this rank, whose weights are all that a layer is given; the
-    others' part of a result is 0, and nothing is read for it. None: all are here.
-    """
+    others' part of a result is 0, and nothing is read for it. None: all are here; ``parts``: ranges like it.
+    ``dispatch``: ``local`` are places, and an expert has one or more of them; None: expert n is in place n."""
 
     chosen: int
     normalized: bool
@@ -85,6 +124,8 @@ class Routing:
     jitter: float = 0.0
     on_inputs: bool = False
     local: range | None = None
+    dispatch: Dispatch | None = None
+    parts: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -111,6 +152,12 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return weights * routing.scale if routing.scale != 1.0 else weights, experts
 
 
+def choose_places(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``choose``, with the experts' places."""
+    weights, experts = choose(logits, routing)
+    return weights, experts if routing.dispatch is None else routing.dispatch(experts)
+
+
 def _mix(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """``choose`` of the mixer."""
     left, weights, experts = logits, [], []
@@ -123,6 +170,14 @@ def _mix(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return torch.cat(weights, 1), torch.cat(experts, 1)
 
 
+class Communicator(NamedTuple):
+    """The ranks that exchange rows. ``name``: by which the device's operators find the group."""
+
+    name: str
+    rank: int
+    size: int
+
+
 class Experts(Protocol):
     """A layer of experts of which each token takes a few."""
 
@@ -132,6 +187,38 @@ class Experts(Protocol):
 
     def choose(self, x: Tensor) -> Tensor:
         """The experts int [tokens, chosen] that the tokens ``x`` [tokens, hidden] take, the best first."""
+        ...
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights [tokens, chosen] of the experts that the tokens ``x`` [tokens, hidden] take, and their places."""
+        ...
+
+    def run_places(self, x: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        """The layer without its router, for at least one token. ``weights`` float32 and ``places`` int32 [tokens,
+        chosen]: what ``route`` returned for the tokens, on any rank."""
+        ...
+
+    def weights(self, number: int) -> list[Tensor]:
+        """All that the layer knows of the ``number``-th expert here, which may be overwritten between passes with what
+        another rank's layer has of one. Raises UnsupportedError if it cannot."""
+        ...
+
+
+@runtime_checkable
+class ExchangingExperts(Experts, Protocol):
+    """Experts of a device that has operators to send rows to the ranks of their experts and to add up the results."""
+
+    def exchange_rows(self, ranks: int) -> int:
+        """The most rows of a rank that these operators support among ``ranks`` ranks; 0: they do not support these
+        experts."""
+        ...
+
+    def run_exchanged(
+        self, x: Tensor, weights: Tensor, places: Tensor, mask: Tensor, communicator: Communicator
+    ) -> Tensor:
+        """The results of all experts of the rows ``x`` [rows, hidden]. Each rank has the same number of rows.
+        ``weights``, ``places``: as ``route`` returns them. ``mask`` bool [rows]: true for real rows, which come first;
+        the results of the others are undefined."""
         ...
 
 
@@ -152,7 +239,8 @@ class ClampedGate:
 class ExpertsInTurn:
     """[tokens, hidden] -> [tokens, hidden]. How many tokens an expert has is read back to the host.
 
-    ``router``: to a logit for each expert. ``experts``: (gate and up, down) of each.
+    ``router``: to a logit for each expert. ``experts``: (gate and up, down) of each. ``rows``: of the tokens, which
+    adapters of experts read. ``stored``: of each expert what ``weights`` returns; empty: nothing can be overwritten.
     """
 
     def __init__(
@@ -160,7 +248,10 @@ class ExpertsInTurn:
         router: Callable[[Tensor], Tensor],
         experts: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
         routing: Routing,
+        rows: LayerContext | None = None,
     ) -> None:
+        self.rows = rows
+        self.stored: Sequence[list[Tensor]] = ()
         self.router = router
         self.experts = tuple(experts)
         self.routing = routing
@@ -168,12 +259,23 @@ class ExpertsInTurn:
     def choose(self, x: Tensor) -> Tensor:
         return choose(self.router(x), self.routing)[1]
 
+    def weights(self, number: int) -> list[Tensor]:
+        if not self.stored:
+            raise UnsupportedError("they run one by one in torch")
+        return self.stored[number]
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.run(x, self.router(x))
 
     def run(self, x: Tensor, logits: Tensor) -> Tensor:
         """The experts of ``x`` [tokens, hidden] that ``logits`` [tokens, experts] choose."""
-        weights, experts = choose(logits, self.routing)
+        return self.run_places(x, *choose_places(logits, self.routing))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_places(self.router(x), self.routing)
+
+    def run_places(self, x: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        experts = places
         order = experts.flatten().argsort(stable=True)
         local = self.routing.local or range(len(self.experts))
         counts = experts.flatten().bincount(minlength=local.stop).tolist()
@@ -185,10 +287,11 @@ class ExpertsInTurn:
                 here = slice(begin, begin + count)
                 begin += count
                 rows, shares = x[tokens[here]], weights[here]
-                if self.routing.on_inputs:
-                    out.index_add_(0, tokens[here], down(gate_up(rows * shares.to(x.dtype))).float())
-                else:
-                    out.index_add_(0, tokens[here], down(gate_up(rows)) * shares)
+                with nullcontext() if self.rows is None else self.rows.selected(tokens[here]):
+                    if self.routing.on_inputs:
+                        out.index_add_(0, tokens[here], down(gate_up(rows * shares.to(x.dtype))).float())
+                    else:
+                        out.index_add_(0, tokens[here], down(gate_up(rows)) * shares)
         return out.to(x.dtype)
 
 
@@ -210,11 +313,21 @@ class StackedExperts(ABC, Generic[_Stack]):
         return choose(self.router(x), self.routing)[1]
 
     @abstractmethod
+    def weights(self, number: int) -> list[Tensor]:
+        """As ``Experts.weights``."""
+
+    @abstractmethod
     def stack(self, weights: Sequence[Projection]) -> _Stack:
         """Weights of one kind."""
 
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_places(self.router(x), self.routing)
+
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def run_places(self, x: Tensor, weights: Tensor, places: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -362,22 +475,37 @@ class ExpertLayers:
         gate: Linear | None = None,
         *,
         identities: int = 0,
+        adapted: AdaptedExperts | None = None,
     ) -> ExpertsInTurn:
         """The same by ``ExpertsInTurn``. ``reason``: for the log. ``gate``: as ``make_gated``. ``identities``: so many
-        more experts return what they are given; a negative number: nothing, since another rank does."""
+        more experts return what they are given; a negative number: nothing, since another rank does. ``adapted``: what
+        adapters add."""
         self.reads_back = True
         self.fallbacks.log(
             "experts are run one by one (%s): the host reads back which are chosen, so decodes are not captured", reason
         )
-        made = [
-            (
-                self.make_gated(expert, gate),
-                self.linear.make_projection(expert.down, expert.down_bias),
-            )
-            for expert in experts
-        ]
+        if adapted is not None:
+            made = [
+                self._make_adapted(expert, gate, *deltas)
+                for expert, deltas in zip(experts, adapted.deltas, strict=True)
+            ]
+        else:
+            made = [
+                (self.make_gated(expert, gate), self.linear.make_projection(expert.down, expert.down_bias))
+                for expert in experts
+            ]
         made += [(_same, _same if identities > 0 else torch.zeros_like)] * abs(identities)
-        return ExpertsInTurn(router, made, routing)
+        return ExpertsInTurn(router, made, routing, None if adapted is None else adapted.rows)
+
+    def _make_adapted(
+        self, expert: ExpertWeights, gate: Linear | None, first: Delta, last: Delta
+    ) -> tuple[Linear, Linear]:
+        """The two parts of an expert with what adapters add to them."""
+        layers = self.linear
+        both = layers.make_adapted(layers.make_projection(expert.gate_up, expert.gate_up_bias), first)
+        then = layers.elementwise.silu_and_mul if gate is None else gate
+        down = layers.make_adapted(layers.make_projection(expert.down, expert.down_bias), last)
+        return layers.elementwise.compose(lambda x: then(both(x)), lambda x: x), down
 
     def make_gated(self, expert: ExpertWeights, gate: Linear | None) -> Linear:
         """The inner activations of an expert. ``gate``: in place of SwiGLU's; ``gate_up`` has the outputs it reads."""

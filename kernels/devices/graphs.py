@@ -7,6 +7,7 @@ they are. Rows and tokens that a step lacks are padding: they run token 0 and wr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,15 +68,24 @@ class GraphBuffers:
             return None
         return put(padded_places(rows.counts, self.tokens))
 
-    def fill(self, batch: ForwardBatch, places: Tensor | None) -> None:
-        """Copy the tokens of ``batch`` to ``places``, or to the beginning."""
+    def fill(self, batch: ForwardBatch, places: Tensor | None, end: int) -> None:
+        """Copy the tokens of ``batch`` to ``places``, or to the beginning. ``end``: the tokens that the graph reads; of
+        padding the states are zeros. Those of the batch may already be where ``states`` is."""
+        states = batch.states
+        if self.states is not None and states is not None and len(states) < end:
+            if places is None:
+                self.states[len(states) : end].zero_()
+            else:
+                if states.data_ptr() == self.states.data_ptr():
+                    batch = replace(batch, states=states.clone())
+                self.states[:end].zero_()
         for held, new in (
             (self.token_ids, batch.token_ids),
             (self.positions, batch.positions),
             (self.cache_index, batch.cache_index),
             (self.states, batch.states),
         ):
-            if held is None or new is None:
+            if held is None or new is None or held.data_ptr() == new.data_ptr():
                 continue
             if places is None:
                 held[: len(new)].copy_(new)

@@ -20,6 +20,7 @@ __all__ = [
     "SplitLatent",
     "Vectors",
     "clear_latent",
+    "latent_tensors",
     "make_latent",
     "make_latent_cache",
     "move_latent",
@@ -156,11 +157,16 @@ def move_latent(caches: Sequence[LatentCache], source: Tensor, target: Tensor) -
         tokens.index_copy_(0, target, tokens.index_select(0, source))
 
 
+def latent_tensors(cache: LatentCache) -> Iterator[Tensor]:
+    """The tensors of a ``cache``, each [pages, page_size, n]."""
+    for vectors in (cache.vectors, cache.keys) if isinstance(cache, IndexedLatent) else (cache,):
+        yield from _tensors(vectors)
+
+
 def _parts(caches: Sequence[LatentCache]) -> Iterator[Tensor]:
-    """The tensors of ``caches``, each [pages, page_size, n]."""
+    """The tensors of ``caches``."""
     for cache in caches:
-        for vectors in (cache.vectors, cache.keys) if isinstance(cache, IndexedLatent) else (cache,):
-            yield from _tensors(vectors)
+        yield from latent_tensors(cache)
 
 
 def _tensors(vectors: Vectors) -> Iterator[Tensor]:

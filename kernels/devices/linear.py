@@ -14,7 +14,7 @@ from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Lookup, Norm, PendingResidual
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.fallbacks import Fallbacks
-from kernels.devices.low_rank import LowRankDelta
+from kernels.devices.low_rank import LookupDelta, LowRankDelta
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
@@ -130,12 +130,18 @@ class FakeQuantizedLinear:
         return self.linear(self.fake_quantize(x))
 
 
+_NORM_ROWS = 4096  # whose squares exist at a time
+
+
 class LinearLayers:
     """Makes linear layers; in plain torch, unless a device has kernels.
 
     A weight without a kernel is dequantized once, while it is loaded, and the log says so. ``dequantized_bytes``:
-    memory that dequantized weights take beyond their stored size.
+    memory that dequantized weights take beyond their stored size. ``skips_adapters``: whether a pass that is captured
+    while ``LayerContext.idle`` runs as if there were no adapters.
     """
+
+    skips_adapters: bool = False
 
     def __init__(self, elementwise: Elementwise, fallbacks: Fallbacks) -> None:
         self.elementwise = elementwise
@@ -168,9 +174,38 @@ class LinearLayers:
         self.fallbacks.log("linear layers with adapters are not fused with norms, activations and sums")
         return self.elementwise.compose(lambda x: delta(x, linear(x)), lambda x: x)
 
+    def fuse_adapted(self, linear: Linear, delta: Delta, gated: bool) -> Linear:
+        """``make_adapted`` of a layer whose rows are the pass's, so that kernels may take both. ``gated``: of
+        ``silu(gate(x)) * up(x)``, where ``linear`` gives gate | up."""
+        adapted = self.make_adapted(linear, delta)
+        return (lambda x: self.elementwise.silu_and_mul(adapted(x))) if gated else adapted
+
+    def make_up(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros [layers, places, rank, outputs] for the B of adapters, in the layout that ``make_delta`` prefers."""
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
         """What adapters add, from their places: see ``LowRankDelta``."""
         return LowRankDelta(context, down, up, sizes)
+
+    def room_for_rank(self, rank: int, dtype: torch.dtype) -> int:
+        """The rank that a place has room for, so that adapters of ``rank`` fit: rows beyond an adapter's are zeros."""
+        return rank
+
+    def order_adapter(self, down: Tensor, up: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """An adapter's ``down`` [modules * rank, inputs] and ``up`` [rank, outputs], of the same shapes, in the order
+        in which this device's deltas read them."""
+        return down, up
+
+    def squared_norms(self, weight: Projection) -> Tensor:
+        """float32 [outputs]: the sum of each output's squared weights."""
+        pieces = weight if isinstance(weight, tuple) else (weight,)
+        wide = (piece if isinstance(piece, Tensor) else self.dequantize(piece, torch.float32) for piece in pieces)
+        return torch.cat([rows.float().square().sum(1) for piece in wide for rows in piece.split(_NORM_ROWS)])
+
+    def make_lookup_delta(self, context: LayerContext, down: Tensor, up: Tensor) -> Delta:
+        """What adapters add to embeddings, from their places: see ``LookupDelta``."""
+        return LookupDelta(context, down, up)
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         """A linear layer that rounds its input as the weight's ``activation`` says, if the device has a kernel for the

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from kernels.core.layer_context import LayerContext
+from kernels.core.layer_context import Delta, LayerContext
 
-__all__ = ["LowRankDelta"]
+__all__ = ["LookupDelta", "LowRankDelta", "ScaledDelta"]
 
 
 class LowRankDelta:
@@ -51,3 +51,38 @@ class LowRankDelta:
             own = low[:, :, index * self.rank : (index + 1) * self.rank].flatten(1)
             outputs[:, begin:end] += torch.matmul(own, up[:, begin:end])
         return outputs
+
+
+class ScaledDelta:
+    """``delta``, and each row's outputs without the layer's bias times ``1 + scales[p]`` (DoRA); p is the row's place.
+
+    scales float32 [places, outputs]: 0 where nothing is scaled. bias [outputs]: the layer's.
+    """
+
+    def __init__(self, delta: Delta, context: LayerContext, scales: Tensor, bias: Tensor | None) -> None:
+        self.delta, self.context, self.scales, self.bias = delta, context, scales, bias
+
+    def __call__(self, x: Tensor, outputs: Tensor) -> Tensor:
+        """``x`` [rows, inputs], ``outputs`` [rows, outputs], which may be overwritten."""
+        result = self.delta(x, outputs)
+        factors = self.scales.index_select(0, self.context.rows)
+        own = result if self.bias is None else result - self.bias
+        return result.add_((own * factors).to(result.dtype))
+
+
+class LookupDelta:
+    """Adds ``down[p, id] @ up[p]`` to the embedding of each row's token id; p is the row's place.
+
+    down [places, vocab, rank], up [places, rank, hidden].
+    """
+
+    def __init__(self, context: LayerContext, down: Tensor, up: Tensor) -> None:
+        self.context, self.down, self.up = context, down, up
+        self._numbers = torch.arange(1, len(down), device=down.device)
+
+    def __call__(self, ids: Tensor, outputs: Tensor) -> Tensor:
+        """``ids`` int [rows], ``outputs`` [rows, hidden], which is overwritten and returned."""
+        places = self.context.rows
+        low = self.down.flatten(0, 1).index_select(0, places * self.down.shape[1] + ids)
+        own = low.unsqueeze(1) * (places[:, None] == self._numbers).unsqueeze(2)  # 0 for the other places
+        return outputs.addmm_(own.flatten(1), self.up[1:].flatten(0, 1))

@@ -117,7 +117,9 @@ class CapturedPasses:
     overwritten by the next call. ``prompts``: chunks of prompts of up to so many tokens fit as well.
 
     ``verify``: a pass over rows that all verify a tree; None if the device has none. ``accept_outputs``: buffers of
-    the results of passes that accept, by the number of rows.
+    the results of passes that accept, by the number of rows. ``states`` [any, width]: where the passes read those of a
+    batch, which need no copy if they begin there; None: batches have none. ``run_sized``: ``run`` by a pass of at least
+    so many rows.
     """
 
     rows: tuple[int, ...]
@@ -125,6 +127,8 @@ class CapturedPasses:
     prompts: int = 0
     verify: VerifyCall | None = None
     accept_outputs: Mapping[int, VerifyOutputs] = field(default_factory=dict)
+    states: Tensor | None = None
+    run_sized: Callable[[ForwardBatch, int], Tensor | None] | None = None
 
 
 class StepForward(Protocol):

@@ -17,7 +17,10 @@ from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
 
 __all__ = ["Chosen", "attend_chosen", "choose_tokens"]
 
-_NUMBERS = 1 << 25  # of scores, or of gathered vectors, that are held at a time
+_NUMBERS = 1 << 25
+"""Most numbers of scores, or of gathered vectors, that are held at a time."""
+_CPU_NUMBERS = 1 << 20
+"""The same on a CPU, where they stay in its caches (decision 0122)."""
 
 Chosen = list[Tensor | None]
 """For each row the positions int64 [queries, chosen] that its queries attend to, -1 for none; None: all tokens."""
@@ -40,7 +43,7 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Vectors, rows: Attenti
             begin += count
             continue
         held, best = row_vectors(keys, rows, row, queries.device).float().t(), []
-        step = max(1, _NUMBERS // (end * queries.shape[1]))
+        step = max(1, _numbers(queries.device) // (end * queries.shape[1]))
         for low in range(0, count, step):
             high = min(low + step, count)
             here = slice(begin + low, begin + high)
@@ -71,7 +74,7 @@ def attend_chosen(
             attend_row(queries[own], row_vectors(cache, rows, row, queries.device), rows, row, dim, scale, out[own])
             continue
         pages = row_pages(rows, row, page_size, queries.device)
-        step = max(1, _NUMBERS // (best.shape[1] * (width + queries.shape[1])))
+        step = max(1, _numbers(queries.device) // (best.shape[1] * (width + queries.shape[1])))
         for low in range(own.start, own.stop, step):
             here = slice(low, min(low + step, own.stop))
             some = best[low - own.start : here.stop - own.start]
@@ -82,3 +85,7 @@ def attend_chosen(
             shares = scores.masked_fill_((some < 0).unsqueeze(1), -torch.inf).softmax(-1).to(vectors.dtype)
             torch.bmm(shares, vectors[..., :dim], out=out[here])
     return out
+
+
+def _numbers(device: torch.device) -> int:
+    return _CPU_NUMBERS if device.type == "cpu" else _NUMBERS

@@ -8,16 +8,19 @@ tensors travel by the device's own backend (hccl, nccl, gloo).
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from kernels.contract.config import RunnerConfig
 from kernels.devices.base import Device
+from kernels.distributed.turns import pass_turn, takes_turns
 
 __all__ = ["Group", "GroupError", "ProcessGroup", "join_group"]
 
@@ -61,9 +64,33 @@ class Group:
         :meth:`all_gather_rows`."""
         return x
 
+    def begin_gather_rows(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start :meth:`all_gather_rows`. Call the result to wait for the rows; do not change ``x`` before that."""
+        return lambda: x
+
+    def begin_all_to_all(
+        self, x: Tensor, outgoing: Sequence[int] | None = None, incoming: Sequence[int] | None = None
+    ) -> Callable[[], Tensor]:
+        """Start an all-to-all of the rows ``x`` [rows, n]. ``outgoing``: how many of them go to each rank, in the order
+        of ranks; ``incoming``: how many come from each; None: the same number for all. Call the result to wait for the
+        received rows; do not change ``x`` before that."""
+        return lambda: x
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Send ``outgoing`` to other ranks and fill ``incoming`` with what they send; both are contiguous and by rank.
+        All ranks that send or receive anything must call it."""
+
+    def communicator_name(self) -> str:
+        """The name by which NPU operators find the group; empty on other devices."""
+        return ""
+
     def minimum(self, value: int) -> int:
         """The least of every rank's ``value``, on the host. All ranks must ask, in the same order."""
         return value
+
+    def agrees(self, value: int) -> bool:
+        """Whether every rank's ``value`` is the same. All ranks must ask, in the same order."""
+        return self.minimum(value) == -self.minimum(-value)
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """A group of some of these ranks, this one among them, in ascending order; they are numbered from 0.
@@ -105,7 +132,10 @@ class ProcessGroup(Group):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         try:
-            dist.all_reduce(x, group=self._handle)
+            work = dist.all_reduce(x, group=self._handle, async_op=takes_turns())
+            if work is not None:
+                pass_turn()
+                work.wait()
         except RuntimeError as error:
             self._raise(error)
         return x
@@ -131,6 +161,51 @@ class ProcessGroup(Group):
             self._raise(error)
         return part
 
+    def begin_gather_rows(self, x: Tensor) -> Callable[[], Tensor]:
+        parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        return self._begin(parts, lambda: _gather(parts, x, group=self._handle, async_op=True))
+
+    def begin_all_to_all(
+        self, x: Tensor, outgoing: Sequence[int] | None = None, incoming: Sequence[int] | None = None
+    ) -> Callable[[], Tensor]:
+        rows = len(x) if incoming is None else sum(incoming)
+        parts = x.new_empty((rows, *x.shape[1:]))
+        sizes = None if outgoing is None else list(outgoing), None if incoming is None else list(incoming)
+        return self._begin(
+            parts, lambda: dist.all_to_all_single(parts, x, sizes[1], sizes[0], self._handle, async_op=True)
+        )
+
+    def _begin(self, result: Tensor, start: Callable[[], Any]) -> Callable[[], Tensor]:
+        try:
+            work = start()
+        except RuntimeError as error:
+            self._raise(error)
+
+        def wait() -> Tensor:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._raise(error)
+            return result
+
+        return wait
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        work = [dist.P2POp(dist.isend, x, self._world(rank), self._handle) for rank, x in outgoing.items()]
+        work += [dist.P2POp(dist.irecv, x, self._world(rank), self._handle) for rank, x in incoming.items()]
+        try:
+            for each in dist.batch_isend_irecv(work) if work else ():
+                each.wait()
+        except RuntimeError as error:
+            self._raise(error)
+
+    def communicator_name(self) -> str:
+        group: Any = self._handle or dist.group.WORLD
+        return str(group._get_backend(torch.device("npu")).get_hccl_comm_name(self.rank))
+
+    def _world(self, rank: int) -> int:
+        return rank if self._handle is None else dist.get_global_rank(self._handle, rank)
+
     def minimum(self, value: int) -> int:
         self._minimums += 1
         name = f"{self._name}least {self._minimums}"
@@ -145,7 +220,7 @@ class ProcessGroup(Group):
         members = tuple(ranks)
         if len(members) == 1:
             return Group()
-        world = members if self._handle is None else [dist.get_global_rank(self._handle, rank) for rank in members]
+        world = [self._world(rank) for rank in members]
         part = ProcessGroup.__new__(ProcessGroup)
         part.rank, part.size = members.index(self.rank), len(members)
         part._backend, part._store, part._timeout = self._backend, self._store, self._timeout
@@ -154,7 +229,7 @@ class ProcessGroup(Group):
         part._name = f"{self._name}{'-'.join(map(str, members))} {self._subgroups[members]} "
         try:
             part._handle = dist.new_group(
-                list(world),
+                world,
                 timeout=timedelta(seconds=self._timeout),
                 backend=self._backend,
                 use_local_synchronization=True,
@@ -173,7 +248,7 @@ class ProcessGroup(Group):
         else:
             dist.destroy_process_group()
 
-    def _raise(self, error: RuntimeError) -> None:
+    def _raise(self, error: RuntimeError) -> NoReturn:
         """An accelerator's error has a number that the device explains; gloo's names a socket."""
         if self._backend != "gloo":
             raise error
@@ -197,27 +272,31 @@ def join_group(device: Device, config: RunnerConfig) -> Group:
     if size == 1:
         return Group()
     device.bind_thread()
-    store = _open_store(config.rendezvous, rank, size)
+    patience = config.join_timeout or JOIN_SECONDS
+    store = _open_store(config.rendezvous, rank, size, patience)
     store.set_timeout(timedelta(seconds=LOAD_SECONDS))
-    _meet(store, rank, size)
-    return ProcessGroup(device.communication.backend, store, rank, size, config.op_timeout or COLLECTIVE_SECONDS)
+    _meet(store, rank, size, patience)
+    timeout = min(config.op_timeout or COLLECTIVE_SECONDS, config.join_timeout or COLLECTIVE_SECONDS)
+    return ProcessGroup(device.communication.backend, store, rank, size, timeout)
 
 
-def _meet(store: Store, rank: int, size: int) -> None:
+def _meet(store: Store, rank: int, size: int, patience: float) -> None:
     """Return when all ranks are here: one may still import torch, and a group waits no longer than a collective."""
     store.set(f"here/{rank}", "")
     for other in range(size):
         try:
-            store.wait([f"here/{other}"], timedelta(seconds=JOIN_SECONDS))
+            store.wait([f"here/{other}"], timedelta(seconds=patience))
         except RuntimeError as error:
             raise GroupError(
-                f"rank {rank} of {size}: rank {other} did not come within {JOIN_SECONDS:g} s; see what its worker does"
+                f"rank {rank} of {size}: rank {other} did not come within {patience:g} s; see what its worker does"
             ) from error
 
 
-def _open_store(rendezvous: str, rank: int, size: int) -> Store:
+def _open_store(rendezvous: str, rank: int, size: int, seconds: float) -> Store:
     if not Path(rendezvous).is_absolute():
-        return _open_port(rendezvous, rank, size)
+        address, _, epoch = rendezvous.partition("/")
+        # A rank of an earlier epoch that is still on its way must not be taken for one of this.
+        return PrefixStore(f"epoch {epoch}", _open_port(address, rank, size, seconds))
     if not Path(rendezvous).parent.is_dir():  # torch would wait for it
         raise GroupError(f"rank {rank} of {size} cannot open {rendezvous}: its folder was deleted; see TMPDIR")
     try:
@@ -226,10 +305,11 @@ def _open_store(rendezvous: str, rank: int, size: int) -> Store:
         raise GroupError(f"rank {rank} of {size} cannot open {rendezvous} ({error}); see TMPDIR") from error
 
 
-def _open_port(address: str, rank: int, size: int) -> Store:
+def _open_port(address: str, rank: int, size: int, seconds: float) -> Store:
     """Open the store on a port. Whatever reaches the port may read and write it: torch asks for no password."""
     host, _, port = address.rpartition(":")
-    patience = timedelta(seconds=JOIN_SECONDS)
+    host = host.strip("[]")  # of an IPv6 address
+    patience = timedelta(seconds=seconds)
     try:
         if rank:
             return TCPStore(host, int(port), size, False, patience, wait_for_workers=False)
@@ -239,8 +319,8 @@ def _open_port(address: str, rank: int, size: int) -> Store:
             host, int(port), size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     except (RuntimeError, OSError) as error:
-        what = "cannot listen" if rank == 0 else f"found no rank 0 within {JOIN_SECONDS:g} s"
-        hint = "is the port of --dist-init-addr taken?" if rank == 0 else "see what the worker of rank 0 died of"
+        what = "cannot listen" if rank == 0 else f"found no rank 0 within {seconds:g} s"
+        hint = "see what the worker of rank 0 died of" if rank else "see --dist-init-addr and --nccl-port"
         raise GroupError(f"rank {rank} of {size} {what} at {address} ({error}); {hint}") from error
 
 

@@ -8,6 +8,7 @@ that have the same part of each layer, and messages between two ranks arrive in 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -25,10 +26,12 @@ _PENDING_SENDS = 8
 
 
 class Stage:
-    """A model without a pipeline: its only stage is the first and the last. ``index``: of ``size`` stages."""
+    """A model without a pipeline: its only stage is the first and the last. ``index``: of ``size`` stages. ``waited``:
+    seconds in which the host has waited for messages of other stages."""
 
     index = 0
     size = 1
+    waited = 0.0
 
     @property
     def is_first(self) -> bool:
@@ -40,8 +43,8 @@ class Stage:
         """Whether this stage has the last norm and the output."""
         return self.index == self.size - 1
 
-    def receive_stream(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The residual stream [tokens, hidden] behind the previous stage. Raises GroupError."""
+    def receive_stream(self, stream: Tensor) -> None:
+        """Fill ``stream`` [tokens, hidden] with the residual stream of the previous stage. Raises GroupError."""
         raise GroupError("a model on one stage receives nothing from other stages")
 
     def send_stream(self, stream: Tensor) -> None:
@@ -68,8 +71,8 @@ class PipelineStage(Stage):
         self._ranks = ranks
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()  # a tensor must live until it has arrived
 
-    def receive_stream(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._receive(torch.empty((tokens, hidden), dtype=dtype, device=device), self.index - 1)
+    def receive_stream(self, stream: Tensor) -> None:
+        self._receive(stream, self.index - 1)
 
     def send_stream(self, stream: Tensor) -> None:
         if not self.is_last:
@@ -87,11 +90,13 @@ class PipelineStage(Stage):
             raise self._error("receive from", last, error) from error
 
         def arrived() -> Tensor:
+            begun = time.perf_counter()
             try:
                 if work is not None:
                     work.wait()
             except RuntimeError as error:
                 raise self._error("receive from", last, error) from error
+            self.waited += time.perf_counter() - begun
             return outcome
 
         return arrived
@@ -114,12 +119,13 @@ class PipelineStage(Stage):
         except RuntimeError as error:
             raise self._error("send to", stage, error) from error
 
-    def _receive(self, message: Tensor, stage: int) -> Tensor:
+    def _receive(self, message: Tensor, stage: int) -> None:
+        begun = time.perf_counter()
         try:
             dist.recv(message, self._ranks[stage])
         except RuntimeError as error:
             raise self._error("receive from", stage, error) from error
-        return message
+        self.waited += time.perf_counter() - begun
 
     def _error(self, what: str, stage: int, error: RuntimeError) -> GroupError:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.contract.expert_settings import ExchangeSettings
+from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.group import Group
 
 __all__ = ["SharedExperts"]
@@ -21,10 +23,19 @@ class SharedExperts:
     """The ranks ``whole`` as ``parts`` of equally many, each of which divides the attention of its own tokens.
 
     Rank r of ``whole`` is rank ``r % size`` of part ``r // size``. ``attention``: the ranks of this part. ``hidden``,
-    ``dtype``, ``device``: of the rows. All ranks make one at the same time; raises GroupError.
-    """
+    ``dtype``, ``device``: of the rows. ``exchange``: rows travel to their experts by all-to-all; None: all ranks
+    gather all rows. All ranks must create one at the same time. Raises GroupError."""
 
-    def __init__(self, whole: Group, parts: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        whole: Group,
+        parts: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exchange: ExchangeSettings | None = None,
+    ) -> None:
         size = whole.size // parts
         self.whole, self.parts, self.part = whole, parts, whole.rank // size
         self.attention = whole.subgroup(range(self.part * size, (self.part + 1) * size))
@@ -32,6 +43,12 @@ class SharedExperts:
         self.layers: list[Callable[[Tensor], Tensor]] = []
         self._nothing = torch.empty((0, hidden), dtype=dtype, device=device)
         self._tokens: tuple[int, ...] = ()
+        self.sizes: tuple[int, ...] = ()
+        """Tokens of captured passes, ascending and the same on all ranks. A pass that fits one of them has as many rows
+        of each part, also on ranks that run it eagerly: so each rank replays its graph or not."""
+        self.size = 0
+        """The one of ``sizes`` that the pass has; 0: none."""
+        self.exchange = None if exchange is None else ExpertExchange(whole, parts, exchange)
 
     def enter(self, tokens: tuple[int, ...]) -> None:
         """The next pass has at most so many tokens in each part, the same on all ranks; (): as many as in this one.
@@ -40,15 +57,23 @@ class SharedExperts:
         """
         if tokens and len(tokens) != self.parts:
             raise ValueError(f"a step says the tokens of {len(tokens)} parts of data-parallel attention: {self.parts}")
-        self._tokens = tokens
+        most = max(tokens, default=0)
+        self.size = next((size for size in self.sizes if size >= most), 0) if most else 0
+        self._tokens = (self.size,) * self.parts if self.size else tokens
+
+    def tokens(self, rows: int) -> tuple[int, ...]:
+        """The most tokens of each part in this pass. ``rows``: the tokens of this part. Raises ValueError if these are
+        more than the other ranks expect."""
+        tokens = self._tokens or (rows,) * self.parts
+        if rows > tokens[self.part]:
+            raise ValueError(f"a pass of {rows} tokens is over the {tokens[self.part]} that the other ranks expect")
+        return tokens
 
     def run(self, x: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
         """``experts``: this rank's summand for any rows [rows, hidden]; ``x`` [rows, hidden]: this part's rows. -> the
         sum of all ranks for these."""
-        tokens = self._tokens or (len(x),) * self.parts
+        tokens = self.tokens(len(x))
         most, count = max(tokens), sum(tokens)
-        if len(x) > tokens[self.part]:
-            raise ValueError(f"a pass of {len(x)} tokens is over the {tokens[self.part]} that the other ranks expect")
         if not most:
             return x
         rows = self.across.all_gather_rows(_padded(x, most))

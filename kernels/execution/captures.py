@@ -9,12 +9,14 @@ from torch import Tensor
 
 from kernels.contract.caches import GroupPages
 from kernels.contract.config import RunnerConfig
+from kernels.core.attention_rows import PromptTokens, StepTokens
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import LayerContext
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree
 from kernels.devices.base import Device
 from kernels.devices.capture import CaptureRequest, StepCaptureRequest
-from kernels.devices.prepared import CapturedPasses, CapturedSteps, VerifyHead
+from kernels.devices.prepared import CapturedPasses, CapturedStepResult, CapturedSteps, VerifyHead
 from kernels.models.decoder import Decoder
 from kernels.state.slots import SlotTable
 
@@ -61,19 +63,23 @@ class Passes:
                 drafting.move_accepted(self._caches, index, acceptance.rows, acceptance.outcome)
             return acceptance
 
-        alone = self._config.tp_size == 1 and not self._bounded  # states wait until the host knows what is accepted
+        stages = model.stage.size > 1
+        alone = (
+            self._config.tp_size == 1 and not stages and not self._bounded
+        )  # states wait until the host knows what is accepted
         if speculation is not None and tokens > 1 and greedy is not None and alone:
             forced = int(speculation.fixed_acceptance)
             known = drafting is not None and forced == speculation.fixed_acceptance and (self._moves or not tree)
             head = VerifyHead(find, accept if known else None, lambda result: model.split(result)[1])
         request = CaptureRequest(
-            forward=lambda batch: model.forward(batch, self._caches),
+            forward=lambda batch: model.run(batch, self._caches),
             windows=self._windows,
             max_rows=rows,
             columns=self._slots.pages.shape[1],
             agree=self._agree,
             tokens=tokens,
             tree=tree,
+            states=None if model.stage.is_first else model.received,
             prompts=self._config.max_step_tokens,
             head=head,
             bounded=self._bounded,
@@ -81,7 +87,20 @@ class Passes:
         return device.capture.decodes(request)
 
     def capture_steps(self, rows: int) -> CapturedSteps | None:
-        """Capture whole steps (``Capture.steps``)."""
+        """Capture whole steps (``Capture.steps``); if there are adapters, also those of rows without them."""
+        found, adapters = self._capture_steps(rows), self._model.rows
+        if found is None or adapters is None or not self._device.linear.skips_adapters:
+            return found
+        adapters.idle = True
+        try:
+            plain = self._capture_steps(rows)
+        finally:
+            adapters.idle = False
+        if plain is None or plain.rows != found.rows:  # memory was short
+            return found
+        return _by_use(adapters, found, plain)
+
+    def _capture_steps(self, rows: int) -> CapturedSteps | None:
         model, caches = self._model, self._caches
 
         def forward(batch: ForwardBatch, last: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -92,3 +111,16 @@ class Passes:
         return self._device.capture.steps(
             StepCaptureRequest(forward, self._slots.tokens, self._windows, rows, columns, self._bounded, self._agree)
         )
+
+
+def _by_use(adapters: LayerContext, used: CapturedSteps, unused: CapturedSteps) -> CapturedSteps:
+    """``used`` where a slot has an adapter, else ``unused``."""
+
+    def run(given: StepTokens) -> CapturedStepResult | None:
+        return (used if adapters.used else unused).run(given)
+
+    def prompts(given: PromptTokens) -> CapturedStepResult | None:
+        found = (used if adapters.used else unused).prompts
+        return None if found is None else found(given)
+
+    return CapturedSteps(used.rows, run, None if used.prompts is None and unused.prompts is None else prompts)

@@ -177,6 +177,10 @@ class EncoderRunner:
         """Encoders take no adapters."""
         raise UnsupportedError("encoders run without adapters; leave --enable-lora out")
 
+    def resident_adapters(self) -> tuple[int, ...]:
+        """Encoders take no adapters."""
+        return ()
+
     def close(self) -> None:
         """Drop the model. The runner is of no further use."""
         self._slots.clear()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from kernels.devices.prepared import CapturedPasses, CapturedSteps
+from kernels.distributed.shared_experts import SharedExperts
 from kernels.execution.captures import Passes
 from kernels.execution.executors import Executor
 from kernels.execution.executors.captured_pass import CapturedPass
@@ -15,6 +17,7 @@ from kernels.execution.executors.native_prefill import NativePrefill
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.executors.overlapped_verify import OverlappedVerifyPass
 from kernels.execution.executors.shared_pass import SharedPass
+from kernels.execution.executors.two_batches import TwoBatches
 from kernels.execution.executors.verify_pass import VerifyPass
 from kernels.execution.executors.whole_step import WholeStep
 from kernels.execution.pending_step import StepContext
@@ -34,15 +37,22 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
 
     Every rank of the group must call it. Call it again once the device has better operators.
     """
+    executors, rows = _whole_steps(context)
+    threshold = context.loaded.config.two_batch_threshold
+    if threshold is not None:
+        executors = (TwoBatches(context, threshold), *executors)
+    _log.debug(
+        "Executors, in the order in which steps try them: %s", ", ".join(type(one).__name__ for one in executors)
+    )
+    return executors, rows
+
+
+def _whole_steps(context: StepContext) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
+    """Those that run a step as one batch."""
     loaded = context.loaded
-    if loaded.shared is not None:
-        if not loaded.config.disable_graphs and loaded.groups.is_captured:
-            _log.info("Data-parallel attention runs every step eagerly, without captured graphs.")
-        return (SharedPass(context, loaded.shared),), ()
-    if loaded.model.stage.size > 1:
-        _log.info("The stages of a pipeline run every step eagerly, without captured graphs.")
-        return (NoRows(), EagerPass(context)), ()
     if not loaded.groups.is_captured or loaded.model.reads_rows:  # captures read page tables on the device only
+        if loaded.shared is not None:
+            return (SharedPass(context, loaded.shared, loaded.draft_experts),), ()
         return (NoRows(), EagerPass(context)), ()
     max_rows = loaded.config.max_slots - 1
     passes = Passes(
@@ -56,6 +66,10 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         bounded=loaded.groups.bounded,
         moves=not loaded.groups.has_latent,
     )
+    if loaded.shared is not None:
+        return _shared(context, loaded.shared, passes, max_rows)
+    if loaded.model.stage.size > 1:
+        return _stage(context, passes, max_rows)
     whole = loaded.speculator is None and (loaded.group.size == 1 or loaded.device.capture.spans_ranks)
     steps = passes.capture_steps(max_rows) if whole else None
     decodes = passes.capture_decodes(max_rows) if steps is None else None
@@ -64,11 +78,43 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         result = _plain(context, max_rows, steps, decodes)
     else:
         result = _speculative(context, loaded.speculator, passes, max_rows, decodes)
-    executors = (*result, EagerPass(context))
-    _log.debug(
-        "Executors, in the order in which steps try them: %s", ", ".join(type(one).__name__ for one in executors)
-    )
-    return executors, held.rows if held is not None else ()
+    return (*result, EagerPass(context)), held.rows if held is not None else ()
+
+
+def _shared(
+    context: StepContext, shared: SharedExperts, passes: Passes, max_rows: int
+) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
+    """The executors of data-parallel attention. Passes are captured of as many rows of each part as of this one."""
+    config, drafts = context.loaded.config, context.loaded.draft_experts
+    eager = {
+        "--moe-a2a-backend": shared.exchange is not None,
+        "--speculative-algorithm": context.loaded.speculator is not None,
+        "--disable-cuda-graph-padding": config.disable_graph_padding,
+    }
+    reasons = [option for option, given in eager.items() if given]
+    if reasons and not config.disable_graphs:
+        _log.info("Data-parallel attention runs every step eagerly because of %s.", ", ".join(reasons))
+    shared.enter(())
+    decodes = None if reasons else passes.capture_decodes(max_rows)
+    if decodes is None or decodes.run_sized is None:
+        return (SharedPass(context, shared, drafts),), ()
+    run, shared.sizes = decodes.run_sized, decodes.rows
+    sized = replace(decodes, run=lambda batch: run(batch, shared.size))
+    return (SharedPass(context, shared, drafts, CapturedPass(sized, None)),), decodes.rows
+
+
+def _stage(context: StepContext, passes: Passes, max_rows: int) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
+    """The executors of a pipeline's stage. What is captured begins after the stream is received, and ends before a head
+    or the stream that is sent."""
+    drafter = None if context.loaded.speculator is None else context.loaded.speculator.drafter
+    result: list[Executor] = [NoRows()]
+    decodes, verifies = passes.capture_decodes(max_rows), None
+    if drafter is not None:
+        rows = min(max_rows, context.loaded.config.max_step_tokens // drafter.max_nodes)
+        verifies = passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
+    if decodes is not None or verifies is not None:
+        result.append(CapturedPass(decodes, verifies))
+    return (*result, EagerPass(context)), () if decodes is None else decodes.rows
 
 
 def _plain(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -18,12 +19,17 @@ import torch
 from kernels.contract.caches import CacheGroup, Latent, Paged, Window, has_states, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
+from kernels.contract.expert_placement import read_location
+from kernels.contract.expert_settings import ExchangeSettings
 from kernels.contract.info import ModelInfo
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
 from kernels.devices.latent_cache import clear_latent
 from kernels.devices.memory import MemoryUsage
+from kernels.distributed.context_parallel import ContextParallel
+from kernels.distributed.draft_experts import DraftExperts
 from kernels.distributed.group import Group
 from kernels.distributed.pipeline import make_stage
 from kernels.distributed.shared_experts import SharedExperts
@@ -31,20 +37,23 @@ from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
 from kernels.execution.pooled import DenseLayers
+from kernels.execution.rebalancing import Rebalancer
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
 from kernels.models.config_loader import CodeChoice, read_config
 from kernels.models.decoder import Decoder
 from kernels.models.layers.builder import ModelBuilder
+from kernels.models.layers.expert_places import ExpertPlaces
 from kernels.models.registry import build, caches, tensors
 from kernels.models.representative_layers import one_of_each_kind
-from kernels.models.stages import StageSource, check_stages, stage_config, stage_layers
+from kernels.models.stages import StageAdapters, StageSource, check_stages, stage_config, stage_layers
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter
 from kernels.speculation.load import captured_layers, draft_device, make_drafter
 from kernels.speculation.speculator import Speculator
+from kernels.speculation.stage_drafter import StageDrafter
 from kernels.speculation.warmup import TargetParts, precompile_drafts
 from kernels.state.cache_dtype import CacheChoice, choose_cache
 from kernels.state.cache_size import cache_pages, context_length
@@ -97,7 +106,9 @@ class OpenModel:
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A loaded model with everything that its steps need. ``caches``: one per layer, in ``groups``; ``draft_caches``:
-    the drafter's. ``shared``: with data-parallel attention, the ranks that share layers of experts.
+    the drafter's. ``shared``: with data-parallel attention, the ranks that share layers of experts; ``draft_experts``:
+    the same for those of the draft, None if each part of attention has all of its own.
+    ``peers``: the ranks that have the same layers. ``rebalancer``: moves experts; None: they stay.
 
     ``windows``: window lengths of the layers. ``speculator``: None without a draft. ``info``: the description, still
     without load times and captured graphs.
@@ -118,10 +129,13 @@ class LoadedModel:
     info: ModelInfo
     grammars: GrammarSlots | None = None
     shared: SharedExperts | None = None
+    rebalancer: Rebalancer | None = None
+    draft_experts: DraftExperts | None = None
+    peers: Group = field(default_factory=Group)
 
     def agree(self, could: bool) -> bool:
-        """Whether every rank of the group passed True. All ranks must call it."""
-        return bool(self.group.minimum(int(could)))
+        """Whether every rank of ``peers`` passed True. All of them must call it."""
+        return bool(self.peers.minimum(int(could)))
 
     def clear_pages(self, pages: list[int]) -> None:
         """Overwrite pages of the model's and the draft's caches with zeros."""
@@ -153,20 +167,25 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         raise ConfigError(
             f"{whole.architecture} generates no text that could be drafted; leave --speculative-algorithm out"
         )
-    if config.adapters is not None and config.invariant:
-        raise ConfigError(
-            "adapters have no form whose results are independent of what else a step runs; leave --enable-lora or "
-            "--enable-deterministic-inference out"
-        )
     if config.pp_size > 1:
         _check_pipeline(whole, config)
     _check_experts(whole, config)
+    if config.two_batch_threshold is not None:
+        _check_two_batches(whole)
+    if config.exchange is not None:
+        _check_exchange(whole, config.exchange, config)
     if config.dp_size > 1:
         _check_shared(whole, config)
-    local = local_config(whole, config.attention_size, config.dp_size, config.ep_size)
+    if config.context_parallel:
+        whole = _with_whole_attention(whole, config)
+    if config.whole_dense:
+        whole = _with_whole_dense(whole)
+    routed_alone = config.exchange is not None
+    local = local_config(whole, config.attention_size, config.dp_size, config.ep_size, routed_alone=routed_alone)
     part = stage_config(local, config.pp_rank, config.pp_size)
     dtype = device.select_dtype(config.dtype, part.dtype)
     context = context_length(config, part)
+    _check_states(whole, config)
     captures = captured_layers(config.speculation, whole) if config.speculation is not None else ()
     scheme = detect_scheme(config.model_path, config.quantization, config.config_overrides)
     weights = open_weights(
@@ -187,31 +206,77 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
 
 def _check_pipeline(whole: ModelConfig, config: RunnerConfig) -> None:
     """Raises ConfigError for what the stages of a pipeline do not run."""
-    given = {"--speculative-algorithm": config.speculation, "--enable-lora": config.adapters}
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(f"{name} is not for the stages of a pipeline; leave it or --pipeline-parallel-size out")
     check_stages(whole, config.pp_size)
+
+
+def _check_states(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for options of recurrent states where the model has none."""
+    options = {
+        "--max-mamba-cache-size": config.max_states,
+        "--mamba-full-memory-ratio": config.state_memory_ratio,
+        "--mamba-track-interval": config.snapshot_tokens,
+    }
+    given = [name for name, value in options.items() if value]
+    if given and whole.recurrence is None:
+        raise ConfigError(f"{whole.architecture} keeps no recurrent states; leave {', '.join(given)} out")
 
 
 def _check_experts(whole: ModelConfig, config: RunnerConfig) -> None:
     """Raises ConfigError for experts that ``ep_size`` does not divide."""
     size, experts = config.ep_size, whole.experts
+    if config.experts is not None and (size == 1 or config.pp_size > 1):
+        raise ConfigError(
+            "--ep-num-redundant-experts, --init-expert-location and --enable-eplb need --expert-parallel-size, and do "
+            "not run with --pipeline-parallel-size; leave them out"
+        )
     if size == 1:
         return
     if size < 1 or config.tp_size % size:
         raise ConfigError(f"--expert-parallel-size {size} must divide --tensor-parallel-size {config.tp_size}")
+    option = "--expert-parallel-size" if config.exchange is None else "--moe-a2a-backend"
     if experts is None:
-        raise ConfigError(f"{whole.architecture} has no experts to divide: leave --expert-parallel-size out")
+        raise ConfigError(f"{whole.architecture} has no experts to divide: leave {option} out")
     placed = whole.code is None and any(spec.is_placed for spec in tensors(whole).values())
     if not placed or experts.identities:
         raise ConfigError(
-            f"the experts of {whole.architecture} can only be divided by their inner dimension: leave "
-            "--expert-parallel-size out; --tensor-parallel-size divides them"
+            f"the experts of {whole.architecture} can only be divided by their inner dimension: leave {option} out; "
+            "--tensor-parallel-size divides them"
         )
-    if experts.count % size:
+    redundant = 0 if config.experts is None else config.experts.redundant
+    if (experts.count + redundant) % size:
+        more = f" and {redundant} copies" if redundant else ""
+        how = f"by {option} {size}" if config.exchange is None else f"over {size} devices, as {option} does"
         raise ConfigError(
-            f"the {experts.count} experts of {whole.architecture} cannot be divided by --expert-parallel-size {size}"
+            f"the {experts.count} experts of {whole.architecture}{more} cannot be divided {how}; "
+            "--ep-num-redundant-experts adds further copies"
+        )
+
+
+def _places(opened: OpenModel, config: RunnerConfig, device: Device, group: Group) -> ExpertPlaces | None:
+    """Where experts are; None: divided in their order. Raises ConfigError, also if ranks have read different files."""
+    settings, experts = config.experts, opened.whole.experts
+    if settings is None or experts is None:
+        return None
+    count, sparse, parts = experts.count, sorted(experts.layers), config.ep_size
+    shape = opened.whole.layers, count
+    moves = settings.rebalance is not None
+    if moves:
+        device.finish_operators()
+    placement = read_location(settings.location, shape, sparse, count + settings.redundant, parts)
+    if not group.agrees(crc32(placement.tobytes())):
+        raise ConfigError(
+            "--init-expert-location: workers have read different placements; give all nodes the same file"
+        )
+    source = group.rank if config.exchange is not None and settings.dispatch == "static" else None
+    return ExpertPlaces(placement, count, parts, settings.dispatch, device.torch_device, moves=moves, source=source)
+
+
+def _check_places(places: ExpertPlaces, whole: ModelConfig) -> None:
+    """Raises ConfigError if layers of experts are not among those that were placed."""
+    if places.taken != len(places.layers):
+        raise ConfigError(
+            f"the experts of {whole.architecture} cannot be placed; leave --ep-num-redundant-experts, "
+            "--init-expert-location and --enable-eplb out"
         )
 
 
@@ -237,7 +302,7 @@ def _shard(config: RunnerConfig) -> Shard:
     """The rank's part of the tensors."""
     parts = config.ep_size
     experts = Shard(config.tp_rank, config.tp_size, ep_size=parts) if config.dp_size > 1 else None
-    return Shard(config.attention_rank, config.attention_size, experts, parts)
+    return Shard(config.attention_rank, config.attention_size, experts, parts, config.exchange is not None)
 
 
 def _check_shared(whole: ModelConfig, config: RunnerConfig) -> None:
@@ -247,12 +312,51 @@ def _check_shared(whole: ModelConfig, config: RunnerConfig) -> None:
             f"{whole.architecture} has no layers of experts that ranks could share; leave --enable-dp-attention out: "
             "--data-parallel-size alone runs replicas of the whole model"
         )
-    if config.speculation is not None:
-        raise ConfigError("--enable-dp-attention does not run with --speculative-algorithm; leave one out")
-    if config.adapters is not None:
-        raise ConfigError("--enable-dp-attention does not run with --enable-lora; leave one out")
     if config.pp_size > 1:
         raise ConfigError("--enable-dp-attention does not run with --pipeline-parallel-size; leave one out")
+
+
+def _check_exchange(whole: ModelConfig, exchange: ExchangeSettings, config: RunnerConfig) -> None:
+    """Raises ConfigError if the model or the parallel sizes allow no all-to-all of experts."""
+    if config.dp_size == 1 or config.ep_size != config.tp_size:
+        raise ConfigError(
+            "--moe-a2a-backend deepep needs --enable-dp-attention and --enable-expert-parallel: without the first every"
+            " rank has all tokens, without the second no rank has whole experts"
+        )
+    if exchange.overlap and (whole.experts is None or not whole.experts.shared):
+        raise ConfigError(
+            f"--enable-single-batch-overlap: {whole.architecture} has no shared expert that could run beside the "
+            "exchange of rows; leave it out"
+        )
+
+
+def _with_whole_attention(whole: ModelConfig, config: RunnerConfig) -> ModelConfig:
+    """The config with whole attention on every rank. Raises ConfigError for models and options without it."""
+    latent, option = whole.latent, "--enable-nsa-prefill-context-parallel"
+    if latent is None or latent.index is None:
+        raise ConfigError(f"{whole.architecture} has no sparse attention, which {option} needs; leave it out")
+    others = {
+        "drafts that read hidden states between layers (EAGLE3, DFLASH)": config.speculation is not None
+        and bool(captured_layers(config.speculation, whole)),
+        "--pipeline-parallel-size": config.pp_size > 1,
+        "--enable-dp-attention": config.dp_size > 1,
+        "--enable-lora": config.adapters is not None,
+    }
+    for name, given in others.items():
+        if given:
+            raise ConfigError(f"{option} does not run with {name}; leave one out")
+    return replace(whole, latent=replace(latent, whole=True))
+
+
+def _with_whole_dense(whole: ModelConfig) -> ModelConfig:
+    """The config with whole dense feed-forward layers on every rank. Raises ConfigError for a model without any."""
+    result = replace(whole, whole_dense=True)
+    if whole.code is not None or whole.experts is None or tensors(result) == tensors(whole):
+        raise ConfigError(
+            f"{whole.architecture} has no dense feed-forward layers beside layers of experts that could be whole on "
+            "each device; leave --moe-dense-tp-size out"
+        )
+    return result
 
 
 def _check_layers(shared: SharedExperts, whole: ModelConfig) -> None:
@@ -269,17 +373,37 @@ _WINDOW_SHARE = 0.5
 caches know one page table."""
 
 
+def _check_two_batches(whole: ModelConfig) -> None:
+    """Raises ConfigError for a model whose layers keep something beside pages, which two passes in turns would mix."""
+    reasons = {
+        "transformers' modeling code runs it": whole.code is not None,
+        "its layers keep recurrent states": whole.recurrence is not None,
+        "its attention is sparse": whole.indexed,
+        "it embeds or classifies whole prompts": whole.pooling is not None,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise ConfigError(
+                f"{whole.architecture} cannot run as two batches: {reason}; leave --enable-two-batch-overlap out"
+            )
+
+
 def _open_groups(
     config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
 ) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, abs(window) or context) for window in part.windows)
-    plain_only = config.speculation is not None or cache.dtype is not None
+    plain_only = config.speculation is not None or cache.dtype is not None or config.two_batch_threshold is not None
     eager = part.eager_with(device.attention.plans)
     share = 1.0 if eager else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     windows = config.window_pages and saves and not plain_only and config.pp_size == 1  # stages share page tables
     groups = caches(part, windows=windows)
+    if config.snapshot_tokens % config.page_size:
+        raise ConfigError(
+            f"mamba_track_interval {config.snapshot_tokens} is not a multiple of --page-size {config.page_size}; "
+            "change one of them"
+        )
     check_groups(groups, part.layers)
     chunk = -min(part.windows)
     if chunk > 0 and chunk % config.page_size:
@@ -288,13 +412,14 @@ def _open_groups(
         )
     if part.eager_attention and config.invariant:
         raise ConfigError(
-            f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
-            "chunks of prompts; leave --enable-deterministic-inference out"
+            f"{part.architecture} has {part.eager_attention}, for which no attention gives results independent "
+            "of the chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if part.row_attention and not eager and any(layer.offsets is not None for layer in cache.scales or ()):
+    shifted = not eager and "offsets" not in device.attention.plans
+    if part.row_attention and shifted and any(layer.offsets is not None for layer in cache.scales or ()):
         raise ConfigError(
-            f"{part.eager_attention} of {part.architecture} is not for a cache whose static scales have offsets: leave "
-            "--kv-cache-dtype out, or scale tokens dynamically"
+            f"{part.architecture} has {part.eager_attention}, which does not read a cache whose static scales have "
+            "offsets: leave --kv-cache-dtype out, or scale tokens dynamically"
         )
     latent = part.latent
     dependent = latent is not None and (latent.index is not None or not device.attention.invariant_latent)
@@ -340,14 +465,20 @@ def load_model(
     part, dtype, weights, speculation = opened.part, opened.dtype, opened.weights, config.speculation
     stage, mesh = make_stage(group, config)
     first = stage_layers(opened.whole.layers, stage.index, stage.size).start
-    rows = None
-    if opened.adapters is not None:
-        rows = LayerContext(opened.adapters, device.torch_device, mesh.rank, mesh.size)
     shared: SharedExperts | None = None
     if config.dp_size > 1:
-        shared = SharedExperts(group, config.dp_size, part.hidden_size, dtype, device.torch_device)
+        shared = SharedExperts(
+            group, config.dp_size, part.hidden_size, dtype, device.torch_device, exchange=config.exchange
+        )
         mesh = shared.attention
+    rows = None
+    if opened.adapters is not None:
+        adapters = opened.adapters if stage.size == 1 else StageAdapters(opened.adapters, first)
+        rows = LayerContext(adapters, device.torch_device, mesh.rank, mesh.size)
     source = weights if stage.size == 1 else StageSource(weights, first)
+    divided: ContextParallel | None = None
+    if config.context_parallel:
+        divided = ContextParallel(mesh, device.memory.put, device.attention.plan_layers)
     make = ModelBuilder(
         source,
         device,
@@ -357,12 +488,22 @@ def load_model(
         opened.captures,
         config.fp32_head,
         stage,
+        first_layer=first,
+        whole_layers=opened.whole.layers,
         rows=rows,
         ep_size=config.ep_size,
+        places=_places(opened, config, device, group),
         shared=shared,
+        context_parallel=divided,
     )
-    model = build(part, make)
+    model, rebalancer = build(part, make), None
     assert isinstance(model, Decoder)
+    if make.places is not None:
+        _check_places(make.places, opened.whole)
+        assert config.experts is not None
+        if config.experts.rebalance is not None:
+            sparse = sorted(part.experts.layers) if part.experts is not None else []
+            rebalancer = Rebalancer(make.places, config.experts.rebalance, make.expert_mesh, sparse)
     if shared is not None:
         _check_layers(shared, opened.whole)
     sampler = Sampler(
@@ -384,9 +525,12 @@ def load_model(
         config.max_slots - 1,
         config.max_step_tokens,
         opened.context,
+        snapshot_tokens=config.snapshot_tokens,
     )
     windows = frozenset(part.windows)
     drafter: Drafter | None = None
+    draft_experts: DraftExperts | None = None
+    ngram: NgramDrafter | None = None
     weight_bytes, draft_bytes = weights.weight_bytes + device.linear.dequantized_bytes, 0
     if rows is not None:
         weight_bytes += rows.adapters.nbytes
@@ -394,24 +538,32 @@ def load_model(
         own = draft_device(config, speculation, device, part.dtype)
         if own is not device:
             own.agree(group.minimum)
-        before = own.linear.dequantized_bytes
-        drafter = make_drafter(
-            DrafterContext(
-                config,
-                speculation,
-                own,
-                group,
-                model,
-                part,
-                opened.whole,
-                dtype,
-                opened.context,
-                chains=has_states(opened.groups),
+        draft_experts = _draft_experts(config, speculation, part, group, dtype, device)
+        before, read = own.linear.dequantized_bytes, weights.weight_bytes
+        if stage.is_last:
+            drafter = make_drafter(
+                DrafterContext(
+                    config,
+                    speculation,
+                    own,
+                    mesh,  # with data-parallel attention each part drafts for its own requests
+                    model,
+                    part,
+                    opened.whole,
+                    dtype,
+                    opened.context,
+                    chains=has_states(opened.groups),
+                    experts=draft_experts,
+                )
             )
-        )
+        ngram = drafter if isinstance(drafter, NgramDrafter) else None
+        if stage.size > 1:
+            drafter = StageDrafter(drafter, group, device, config.max_slots)
+        assert drafter is not None
+        weight_bytes += weights.weight_bytes - read  # a draft in the last stage may read the embeddings
         draft_bytes = drafter.weight_bytes + own.linear.dequantized_bytes - before
     max_drafts = drafter.max_nodes - 1 if drafter is not None else 0
-    sizes = sizes.with_drafts(max_drafts)
+    sizes = sizes.with_drafts(max_drafts).with_states(config.max_states, config.state_memory_ratio)
     group.minimum(0)  # a barrier: all ranks have read their weights before one waits in a collective
     clock.end("weights")
 
@@ -458,8 +610,8 @@ def load_model(
     if drafter is not None and speculation is not None:
         speculator = Speculator(drafter, speculation, device, sampler, slots)
         speculator.verifier.latent = part.latent is not None
-        if isinstance(drafter, NgramDrafter) and grammars is not None:
-            drafter.forced = grammars.forced
+        if ngram is not None and grammars is not None:
+            ngram.forced = grammars.forced
     dense = DenseLayers(config, part.pooling, device.torch_device)
     outputs = StepOutputs(
         device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars, dense=dense
@@ -480,7 +632,7 @@ def load_model(
         experts=(0, 0) if part.experts is None or stage.size > 1 else (part.layers, part.experts.chosen),
         tasks=("generate", "embed", "score", "next_token") if part.pooling is None else (part.pooling.task,),
         pooling=part.pooling,
-        parameters=weights.parameters if stage.size == 1 else _parameters(opened.whole),
+        parameters=weights.parameters if stage.size == 1 and make.places is None else _parameters(opened.whole),
         weight_bytes=weight_bytes,
         num_pages=pages,
         page_size=config.page_size,
@@ -513,11 +665,33 @@ def load_model(
         info,
         grammars,
         shared,
+        rebalancer,
+        draft_experts,
+        group if stage.size == 1 else mesh,
     )
 
 
+def _draft_experts(
+    config: RunnerConfig,
+    speculation: SpeculativeSettings,
+    part: ModelConfig,
+    group: Group,
+    dtype: torch.dtype,
+    device: Device,
+) -> DraftExperts | None:
+    """The ranks that divide the draft's experts; None: each part of attention has all of them. Raises ConfigError."""
+    if speculation.exchange is None:
+        return None
+    if config.dp_size == 1 or speculation.algorithm not in ("EAGLE", "MTP", "STANDALONE"):
+        raise ConfigError(
+            "--speculative-moe-a2a-backend needs --enable-dp-attention and a draft model with experts; leave it out"
+        )
+    place = part.hidden_size, dtype, device.torch_device
+    return DraftExperts(group, config.dp_size, *place, exchange=speculation.exchange)
+
+
 def _parameters(whole: ModelConfig) -> int:
-    """Of the whole model, of which a stage reads a part."""
+    """Of the whole model, of which a stage reads a part, and a rank some experts more than once."""
     return sum(spec.parameters for spec in tensors(whole).values())
 
 

@@ -3,7 +3,8 @@ finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
-from kernels.core.arrays import Bools, Longs
+from kernels.core.arrays import Bools, Ints, Longs
 from kernels.core.operators import Draws
 from kernels.devices.base import Device
 from kernels.devices.prepared import CapturedStepResult, PassResult
@@ -109,8 +110,9 @@ class StepOutputs:
         self._slots.computed[step.slots] += step.certain()
         stage = self._model.stage
         if not stage.is_last:
-            self._follow_last_stage(step, builder)
+            self._follow_last_stage(step, result.index, builder)
             return
+        reached = self._reached(step)
         if result.experts is not None:
             wanted = np.isin(step.slots, list(self._slots.returns_experts))
             builder.experts = self._values(step, wanted, result.experts)
@@ -127,7 +129,14 @@ class StepOutputs:
         else:
             self._sample(step, hidden, builder)
         if stage.size > 1:
-            self._tell_stages(builder)
+            self._tell_stages(step, reached, builder)
+
+    def _logits(self, hidden: Tensor, slots: Iterable[int]) -> Tensor:
+        """Logits of ``hidden`` [rows, hidden], whose rows are of these ``slots``."""
+        rows = self._model.rows
+        if rows is not None and rows.in_head:
+            rows.enter_slots(slots)
+        return self._model.logits(hidden)
 
     def _score_prompts(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
         """Add the requested log-probabilities of the prompt tokens that this step's positions predict."""
@@ -139,7 +148,7 @@ class StepOutputs:
             parts = []
             for begin in range(0, scored, SCORE_ROWS):
                 end = min(begin + SCORE_ROWS, scored)
-                logits = self._model.logits(hidden[offset + begin : offset + end])
+                logits = self._logits(hidden[offset + begin : offset + end], [slot] * (end - begin))
                 targets = state.tokens[slot, start + 1 + begin : start + 1 + end].to(torch.int64)
                 parts.append(self._sampler.score_prompt(logits, targets, int(wanted[row])))
             if parts:
@@ -199,7 +208,7 @@ class StepOutputs:
             builder.add_vectors(step.rows[group], activated(numbers, model.pooling.activation, wanted, put))
         for row, task in of.items():
             if isinstance(task, NextToken):
-                logprobs = model.logits(states([row])).float().log_softmax(-1)
+                logprobs = self._logits(states([row]), step.slots[[row]]).float().log_softmax(-1)
                 ids = put(np.array(task.ids, dtype=np.int64))
                 builder.add_vectors(step.rows[[row]], logprobs.index_select(1, ids))
 
@@ -216,7 +225,7 @@ class StepOutputs:
         if len(wanted) < len(chosen):
             chosen = chosen.index_select(0, self._device.memory.put(wanted))
         at_slots, at = self._device.memory.put(slots), self._device.memory.put(lengths)
-        result, named = self._model.logits(chosen) if logits is None else chosen, slots.tolist()
+        result, named = self._logits(chosen, slots) if logits is None else chosen, slots.tolist()
         allowed = self._allowed(slots, lengths)
         sampled = self._sampler.sample(
             result,
@@ -234,33 +243,96 @@ class StepOutputs:
             self._report_masked(named, allowed, builder)
         builder.sampled, builder.sampled_rows = sampled, step.rows[reached]
 
-    def _tell_stages(self, builder: ResultBuilder) -> None:
-        """Send the other stages of a pipeline what the state of their slots needs: the sampled tokens, -1 in a row that
-        is not finite, and which chunks are not."""
+    def _reached(self, step: StepRows) -> Bools:
+        """bool [rows]: which rows sample. Ask before the slots grow."""
+        reached: Bools = step.starts + step.counts == self._slots.known[step.slots]
+        reached[step.verifying] = True
+        return reached
+
+    def _tell_stages(self, step: StepRows, reached: Bools, builder: ResultBuilder) -> None:
+        """Send the other stages of a pipeline what the state of their slots needs: which chunks are not finite, the
+        sampled tokens, -1 in a row that is not finite, which draft tokens were accepted, and the next ones."""
         parts = [] if builder.chunks_broken is None else [builder.chunks_broken.to(torch.int64)]
         if builder.sampled is not None:
-            parts.append(builder.sampled.tokens.masked_fill(builder.sampled.nonfinite, -1))
-        if parts:
+            parts.append(builder.sampled.tokens.masked_fill(builder.sampled.nonfinite, -1).reshape(-1))
+        if builder.outcome is not None:
+            parts.append(builder.outcome.reshape(-1))
+        if self._speculator is not None:
+            drafted, broken = self._speculator.drafts_for(step, reached), self._broken(step, builder)
+            begun = perf_counter()
+            trees = self._speculator.draft_next(step, drafted, broken)
+            builder.draft += perf_counter() - begun
+            parts.append(self._device.memory.put(trees.reshape(-1)))
+        if sum(map(len, parts)):
             self._model.stage.send_outcome(torch.cat(parts))
 
-    def _follow_last_stage(self, step: StepRows, builder: ResultBuilder) -> None:
-        """Let ``builder.settle`` do to the slots what ``read`` does, in a stage without an output."""
-        state = self._slots
-        ends = step.starts + step.counts
-        short = np.flatnonzero(ends < state.known[step.slots])
-        reached = np.flatnonzero(ends == state.known[step.slots])
-        if not len(short) + len(reached):
+    def _broken(self, step: StepRows, builder: ResultBuilder) -> Bools:
+        """bool [rows]: which rows without draft tokens are not finite. Waits for the results."""
+        parts: list[tuple[Longs, Tensor]] = []
+        if builder.chunks_broken is not None and builder.chunk_rows is not None:
+            parts.append((builder.chunk_rows, builder.chunks_broken))
+        if builder.sampled is not None and builder.sampled_rows is not None:
+            parts.append((builder.sampled_rows, builder.sampled.nonfinite))
+        host = self._device.memory.fetch([tensor for _, tensor in parts])()
+        named = [rows[found.numpy().reshape(-1)] for (rows, _), found in zip(parts, host, strict=True)]
+        broken: Bools = np.isin(step.rows, np.concatenate([np.zeros(0, dtype=np.int64), *named]))
+        broken[step.verifying] = False
+        return broken
+
+    def _follow_last_stage(self, step: StepRows, index: Tensor, builder: ResultBuilder) -> None:
+        """Let ``builder.settle`` do to the slots what ``read`` does, in a stage without an output. ``index``: where the
+        keys and values of the step's tokens are."""
+        state, speculator = self._slots, self._speculator
+        reached = self._reached(step)
+        short = np.flatnonzero(step.starts + step.counts < state.known[step.slots])
+        sizes = [len(short), int(reached.sum()), 0, 0]
+        samples: Samples | None = None
+        if speculator is not None and step.drafts is not None:
+            samples = Samples.from_step(step, state.known)
+            levels = speculator.drafter.depth + 1
+            sizes[1:3] = sizes[1] + step.verifies * (levels - 1), step.verifies * (levels + 2)
+        drafted: Longs = np.zeros(0, dtype=np.int64)
+        if speculator is not None:
+            drafted = speculator.drafts_for(step, reached)
+            sizes[3] = len(drafted) * speculator.stage_drafter.width
+        if not sum(sizes):
             return
-        arrived = self._model.stage.await_outcome(len(short) + len(reached), self._device.torch_device)
+        arrived = self._model.stage.await_outcome(sum(sizes), self._device.torch_device)
+        generations = state.generation[step.slots]
 
         def settle() -> None:
-            outcome = arrived()
+            broken, tokens, outcome, trees = arrived().split(sizes)
             if len(short):
-                builder.chunk_rows, builder.chunks_broken = step.rows[short], outcome[: len(short)] != 0
-            if len(reached):
-                self._follow_samples(step, reached, outcome[len(short) :], builder)
+                builder.chunk_rows, builder.chunks_broken = step.rows[short], broken != 0
+            if speculator is not None and samples is not None:
+                sent = SampledTokens(tokens.clamp(min=0), tokens < 0)
+                verified = VerifyResult.from_stage(step, samples, sent, outcome.view(step.verifies, -1))
+                self._follow_accepted(speculator, step, samples, generations, verified, builder)
+                speculator.verifier.move(step, index, verified.outcome, self._caches)
+            elif len(tokens):
+                self._follow_samples(step, np.flatnonzero(reached), tokens, builder)
+            if speculator is not None:
+                slots, found = step.slots[drafted], trees.view(-1, speculator.stage_drafter.width).cpu().numpy()
+                speculator.stage_drafter.store(slots, state.known[slots] - 1, found)
 
         builder.settle = settle
+
+    def _follow_accepted(
+        self,
+        speculator: Speculator,
+        step: StepRows,
+        samples: Samples,
+        generations: Ints,
+        verified: VerifyResult,
+        builder: ResultBuilder,
+    ) -> None:
+        """``_follow_samples`` for a step with draft tokens."""
+        allowed = self._allowed(samples.slots, samples.lengths, _trees(step, samples))
+        speculator.follow(step, samples, generations, verified)
+        if allowed.masks is not None:
+            self._follow_verified(step, verified)
+            self._report_masked(samples.slots.tolist(), allowed, builder)
+        self._report(step, verified, builder)
 
     def _follow_samples(self, step: StepRows, reached: Longs, sent: Tensor, builder: ResultBuilder) -> None:
         """Take the tokens ``sent`` int64 [reached] of these rows, -1 in one that is not finite."""
@@ -318,8 +390,7 @@ class StepOutputs:
         builder: ResultBuilder,
     ) -> None:
         """``_sample`` for steps with draft tokens: sample after each of them, and accept the right ones."""
-        reached = step.starts + step.counts == self._slots.known[step.slots]
-        reached[step.verifying] = True
+        reached = self._reached(step)
         verified: VerifyResult | None = None
         if step.drafts is None:
             self._sample(step, hidden, builder)
@@ -334,7 +405,8 @@ class StepOutputs:
             else:
                 every = len(samples.tokens) == len(hidden)
                 chosen = hidden if every else hidden[self._device.memory.put(samples.tokens)]
-                verified = speculator.sample(step, samples, self._model.logits(chosen), masks=allowed.masks)
+                logits = self._logits(chosen, samples.slots)
+                verified = speculator.sample(step, samples, logits, masks=allowed.masks)
             if allowed.masks is not None:
                 self._follow_verified(step, verified)
                 self._report_masked(samples.slots.tolist(), allowed, builder)

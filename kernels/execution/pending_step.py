@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.contract.caches import Window
 from kernels.contract.runner import RunningStep
@@ -57,20 +58,26 @@ class StepContext:
         if loaded.grammars is not None and draw is not None and loaded.slots.here is not None:
             self.native_grammars = NativeGrammars(loaded.grammars, loaded.sampler, draw, loaded.slots)
         self.unsettled: deque[UnsettledStep] = deque()
+        self.unread: deque[UnreadStep] = deque()
         self.ended = 0.0
         """``time.perf_counter`` of the last result."""
         self._thread = threading.get_ident()
 
     @torch.inference_mode()
     def settle(self, batch: StepBatch) -> None:
-        """Settle steps whose rows the next one, ``batch``, runs, admits, releases or gives pages to, and those before
-        them."""
-        if not self.unsettled:
+        """Settle the steps whose results the next one, ``batch``, follows, and those whose slots it releases or admits.
+        The failures of later steps are kept until a batch follows them, so that all ranks and stages drop a row before
+        the same step: until then, the next steps of its slot run as if it were sound."""
+        loaded, known = self.loaded, batch.number - batch.unanswered
+        if loaded.model.stage.size == 1:
+            if loaded.group.size > 1 and loaded.device.traits.overlaps:
+                self.in_flight_writes.kept_from = known
+                while self.unread and self.unread[0].number < known:
+                    self.unread.popleft().result()
             return
-        parts = (batch.slots, batch.released, batch.page_slots)
-        slots = {slot for part in parts for slot in unpack_ints(part).tolist()}
-        slots.update(admission.slot for admission in batch.admitted)
-        needed = [each for each in self.unsettled if not slots.isdisjoint(each.slots)]
+        self.in_flight_writes.kept_from = known
+        slots = {*unpack_ints(batch.released).tolist(), *(admission.slot for admission in batch.admitted)}
+        needed = [each for each in self.unsettled if each.number < known or not slots.isdisjoint(each.slots)]
         if needed:
             needed[-1].result()
 
@@ -93,8 +100,10 @@ class UnsettledStep:
     of its rows. Steps are settled in their order, in the model's thread.
     """
 
-    def __init__(self, context: StepContext, slots: frozenset[int], finish: Callable[[], StepResult]) -> None:
-        self._context, self.slots, self._finish = context, slots, finish
+    def __init__(
+        self, context: StepContext, number: int, slots: frozenset[int], finish: Callable[[], StepResult]
+    ) -> None:
+        self._context, self.number, self.slots, self._finish = context, number, slots, finish
         self._result: StepResult | None = None
 
     @torch.inference_mode()
@@ -106,6 +115,23 @@ class UnsettledStep:
                 step = unsettled.popleft()
                 step._result = step._finish()
         return self._result
+
+
+class UnreadStep:
+    """A step of one of several ranks, whose results are read once: by the thread that waits for them, or by the model's
+    before a step that follows them."""
+
+    def __init__(self, number: int, finish: Callable[[], StepResult]) -> None:
+        self.number, self._finish = number, finish
+        self._lock = threading.Lock()
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Wait for the results."""
+        with self._lock:
+            if self._result is None:
+                self._result = self._finish()
+            return self._result
 
 
 class PendingStep:
@@ -231,7 +257,8 @@ class PendingStep:
             last = (step.starts + step.counts - 1) // state.page_size
             pages = state.pages[step.slots, : int(last.max()) + 1]
             generations = state.generation[step.slots]
-            self._writes = StepWrites(step.slots, generations, step.starts // state.page_size, last, pages)
+            first = step.starts // state.page_size
+            self._writes = StepWrites(step.slots, generations, first, last, pages, self.batch.number)
         return self._writes
 
     def forward_batch(self) -> ForwardBatch:
@@ -240,27 +267,63 @@ class PendingStep:
             self._forward = self._make_forward_batch()
         return self._forward
 
+    def receive(self, into: Tensor | None) -> ForwardBatch:
+        """``forward_batch`` with the residual stream of the stage before: see ``Decoder.receive``."""
+        self._forward = self._context.loaded.model.receive(self.forward_batch(), into)
+        return self._forward
+
+    def send(self, result: Tensor) -> None:
+        """Send the ``result`` of a captured pass to the next stage, if there is one. It is copied, so that the next
+        pass need not wait until it has arrived."""
+        stage = self._context.loaded.model.stage
+        if not stage.is_last:
+            stage.send_stream(result.clone())
+
     def _make_forward_batch(self) -> ForwardBatch:
         assert self.rows is not None
         step, loaded = self.rows, self._context.loaded
         state, device = loaded.slots, loaded.device
-        if step.decodes == len(step.slots):
-            token_slots, positions = step.slots, step.starts
-        else:
-            token_slots = np.repeat(step.slots, step.counts)
-            positions = np.arange(len(token_slots)) + np.repeat(step.starts - step.offsets, step.counts)
-        size = state.page_size
-        index = state.pages[token_slots, positions // size] * np.int64(size) + positions % size
-        at = device.memory.put(positions)
-        token_ids = state.read(token_slots, positions, at)
         attention = AttentionRows(step.starts, step.counts, self.writes.pages, step.decodes)
+        token_ids, at, index = self._tokens(step.slots, attention)
         if step.drafts is not None and loaded.speculator is not None:
             token_ids, at = loaded.speculator.verifier.place(step, token_ids, at)
             bits = None if step.drafts.tree.linear else step.drafts.tree.bits
             attention = dataclasses.replace(attention, verifies=step.verifies, tree=bits)
         plans = {window: device.attention.plan_layers(attention, window) for window in loaded.windows}
-        batch = ForwardBatch(token_ids, at, device.memory.put(index), plans, rows=attention)
+        batch = ForwardBatch(token_ids, at, index, plans, rows=attention)
         return batch if loaded.groups.is_plain else loaded.groups.place(batch, attention, step.slots, state.bounded)
+
+    def _tokens(self, slots: Longs, rows: AttentionRows) -> tuple[Tensor, Tensor, Tensor]:
+        """The ids, positions and places in the cache of the rows' tokens, on the device. ``slots`` [rows]."""
+        state, device = self._context.loaded.slots, self._context.loaded.device
+        if rows.decodes == len(slots):
+            token_slots, positions = slots, rows.starts
+        else:
+            token_slots = np.repeat(slots, rows.counts)
+            before = np.cumsum(rows.counts) - rows.counts
+            positions = np.arange(len(token_slots)) + np.repeat(rows.starts - before, rows.counts)
+        size = state.page_size
+        index = state.pages[token_slots, positions // size] * np.int64(size) + positions % size
+        at = device.memory.put(positions)
+        return state.read(token_slots, positions, at), at, device.memory.put(index)
+
+    def divided_batches(self, threshold: float) -> tuple[tuple[ForwardBatch, Longs], ...] | None:
+        """The rows as two batches, of a model without bounded groups: see ``AttentionRows.divided``. -> each
+        batch, and its rows' indices in ``rows``."""
+        assert self.rows is not None
+        step, loaded = self.rows, self._context.loaded
+        parts = AttentionRows(step.starts, step.counts, self.writes.pages, step.decodes).divided(threshold)
+        if parts is None:
+            return None
+        batches = []
+        for rows, index in parts:
+            token_ids, at, places = self._tokens(step.slots[index], rows)
+            plans = {window: loaded.device.attention.plan_layers(rows, window) for window in loaded.windows}
+            batch = ForwardBatch(token_ids, at, places, plans, rows=rows)
+            if not loaded.groups.is_plain:
+                batch = loaded.groups.place(batch, rows, step.slots[index], ())
+            batches.append((batch, index))
+        return tuple(batches)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -287,11 +350,17 @@ class PendingStep:
                     device.bind_thread()
                 return self._finish(fetched, builder, writes, started)
 
-        # All ranks must drop a nonfinite row before the same step. A page of a window may get a new owner before it is
-        # cleared: no step may use it by then. A state's new owner reads nothing that it has not written.
+        # A page of a window may get a new owner before it is cleared: no step may use it by then. A state's new owner
+        # reads nothing that it has not written.
         loaded = context.loaded
         windows = any(isinstance(table.group.group.spec, Window) for table in loaded.slots.bounded)
-        return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or windows)
+        if not device.traits.overlaps or windows or loaded.group.size == 1:
+            return RunningStep(finish, not device.traits.overlaps or windows)
+        if loaded.model.stage.size > 1:  # the other stages wait for its tokens
+            return RunningStep(finish, True)
+        step = UnreadStep(self.batch.number, finish)
+        context.unread.append(step)
+        return RunningStep(step.result, False)
 
     def _unsettled(self, builder: ResultBuilder, writes: StepWrites | None, started: float) -> UnsettledStep:
         context = self._context
@@ -301,7 +370,7 @@ class PendingStep:
             builder.settle()
             return self._finish(context.loaded.device.memory.fetch(builder.tensors()), builder, writes, started)
 
-        step = UnsettledStep(context, frozenset(builder.slots.tolist()), finish)
+        step = UnsettledStep(context, self.batch.number, frozenset(builder.slots.tolist()), finish)
         context.unsettled.append(step)
         return step
 
@@ -325,6 +394,7 @@ class PendingStep:
             prepare=started - self.begun,
             run=ended - max(started, context.ended),
             graph_rows=builder.graph_rows,
+            divided=builder.divided,
             draft=builder.draft,
             total=ended - max(self.begun, context.ended),
         )

@@ -80,6 +80,7 @@ class ResultBuilder:
     verified_rows: npt.NDArray[np.int64] | None = None
     drafted: npt.NDArray[np.int64] | None = None
     graph_rows: int = 0  # that ran in a captured graph
+    divided: bool = False  # whether the model ran the step as two batches
     draft: float = 0.0  # seconds
     masked: frozenset[int] = frozenset()  # rows whose grammar masks what they sample
 

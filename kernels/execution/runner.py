@@ -16,7 +16,7 @@ from kernels.contract.errors import ConfigError, UnsupportedError
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.runner import Progress, RunningStep
-from kernels.contract.step import StepBatch, StepResult
+from kernels.contract.step import Rebalanced, StepBatch, StepResult
 from kernels.devices.select import select_device
 from kernels.distributed.group import Group, join_group
 from kernels.execution.device_errors import device_errors
@@ -25,12 +25,14 @@ from kernels.execution.executor_list import make_executors
 from kernels.execution.executors import Executor
 from kernels.execution.executors.eager_pass import EagerPass
 from kernels.execution.executors.no_rows import NoRows
+from kernels.execution.executors.shared_pass import SharedPass
 from kernels.execution.load import LoadedModel, Phases, load_model, open_model
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.models.adapters import ResidentAdapters
 from kernels.models.config_loader import read_json
 from kernels.models.pooling import read_pooling
 from kernels.models.registry import tensors
+from kernels.models.stages import stage_layers
 from kernels.speculation.warmup import warm_up_drafts
 from kernels.weights.config_json import merge_overrides
 
@@ -81,7 +83,15 @@ class ModelRunner:
         device.bind_thread()
         opened = open_model(config, device, self._progress)
         if config.adapters is not None:
-            self._adapters = ResidentAdapters(config.adapters, tensors(opened.whole), device, opened.dtype)
+            layers = stage_layers(opened.whole.layers, config.pp_rank, config.pp_size)
+            self._adapters = ResidentAdapters(
+                config.adapters,
+                tensors(opened.whole),
+                device,
+                opened.dtype,
+                config.ep_size,
+                layers=layers if config.pp_size > 1 else None,
+            )
         opened = dataclasses.replace(opened, adapters=self._adapters)
         self._group = join_group(device, config)
         device.agree(self._group.minimum)
@@ -89,8 +99,12 @@ class ModelRunner:
         loaded = self._loaded
         self._context = StepContext(loaded, self._renew)
         self._executors, graph_rows = make_executors(self._context)
-        self._eager = self._executors if loaded.shared is not None else (NoRows(), EagerPass(self._context))
-        if loaded.speculator is not None and device.traits.compiles:
+        self._eager = (NoRows(), EagerPass(self._context))
+        if loaded.shared is not None:
+            self._eager = (SharedPass(self._context, loaded.shared, loaded.draft_experts),)
+        # A step of data-parallel attention would need the other ranks; the stages of a pipeline know different drafts.
+        alone = loaded.shared is None and loaded.model.stage.size == 1
+        if loaded.speculator is not None and device.traits.compiles and alone:
             warm_up_drafts(self.start, loaded.info, loaded.speculator.drafter, config.max_slots, config.max_step_tokens)
         clock.end("warmup")
         self._progress("warmup", 1.0)
@@ -115,18 +129,26 @@ class ModelRunner:
         """Launch one step without waiting for its results, if the device works asynchronously. Results of earlier steps
         need not be known; a row whose logits were not finite in one of them then fails again.
         """
-        step = PendingStep(self._context, batch, time.perf_counter())
+        begun, stage = time.perf_counter(), self._loaded.model.stage
+        waited, step = stage.waited, PendingStep(self._context, batch, begun)
         try:
             self._context.settle(batch)
+            rebalancer, rebalanced = self._loaded.rebalancer, None
+            # On all ranks before what a step prepares: a draft may run then, whose passes ranks agree on.
+            if rebalancer is not None and (batch.slots or any(batch.pass_tokens)):
+                rebalanced = rebalancer.before_step()
             if batch.admitted:
                 step.prepare()  # before the walk: an admission may renew the executors
             # No other executor records experts.
-            eager = batch.record_experts or self._loaded.slots.returns_experts
+            counting = rebalancer is not None and rebalancer.counting
+            eager = batch.record_experts or counting or self._loaded.slots.returns_experts
             executors = self._eager if eager else self._executors
             for executor in executors:
                 running = executor.execute(step)
                 if running is not None:
-                    return running
+                    if stage.size > 1 and not self._device.traits.overlaps:
+                        running.stage_seconds = time.perf_counter() - begun - (stage.waited - waited)
+                    return running if rebalanced is None else _with(running, rebalanced)
         except Exception as error:
             explained = self._device.explain(error)
             if explained is None:
@@ -145,11 +167,16 @@ class ModelRunner:
 
     def load_adapter(self, index: int, path: str) -> None:
         """Read an adapter: see ``kernels.contract.runner.Runner``."""
+        self._device.bind_thread()
         self._resident().load(index, path)
 
     def unload_adapter(self, index: int) -> None:
         """Forget an adapter: see ``kernels.contract.runner.Runner``."""
         self._resident().unload(index)
+
+    def resident_adapters(self) -> tuple[int, ...]:
+        """The adapters on the device: see ``kernels.contract.runner.Runner``."""
+        return () if self._adapters is None else self._adapters.resident
 
     def _resident(self) -> ResidentAdapters:
         if self._adapters is None:
@@ -158,14 +185,23 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
+        self._adapters = None
         self._executors = self._eager = ()
         if "_loaded" in self.__dict__ and self._loaded.grammars is not None:
             self._loaded.grammars.close()
         if "_loaded" in self.__dict__:
             self._loaded.model.stage.flush()
-            if self._loaded.shared is not None:
-                self._loaded.shared.close()
+            for shared in (self._loaded.draft_experts, self._loaded.shared):
+                if shared is not None:
+                    shared.close()
         for name in ("_context", "_loaded"):
             self.__dict__.pop(name, None)
         self._group.close()
         self._group = Group()
+
+
+def _with(running: RunningStep, rebalanced: Rebalanced) -> RunningStep:
+    """The step, whose result says that experts were placed anew."""
+    return RunningStep(
+        lambda: msgspec.structs.replace(running.result(), rebalanced=rebalanced), running.done, running.idle_work
+    )

@@ -95,6 +95,8 @@ class WarmUp:
             verifies = self._config.speculation is not None and sampled > len(counts)
             batch = self._groups.place_null(batch, rows, sampled if verifies else 0)
         hidden = model.forward(batch, caches)
+        if model.rows is not None:
+            model.rows.select(device.memory.put(np.arange(sampled)))
         logits = model.logits(model.split(hidden)[0][:sampled])
         for each in batch.verifying:
             run_accepted_null(each, device.memory.put)

@@ -44,7 +44,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         theta=600000.0,
     )
     head_norm = "columns" if raw.flag("norm_head") and not plain.tied_embeddings else ""
-    return dataclasses.replace(plain, head_norm=head_norm)
+    return dataclasses.replace(plain, head_norm=head_norm, qkv_apart=raw.flag("qkv_apart"))
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -64,7 +64,19 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         module, parts = f"{layer}.attention", by_outputs((queries, heads), (keys, kv_heads), (keys, kv_heads))
         yield from pre_norm.norm_tensors(config, layer, gguf)
         width, bias = queries + 2 * keys, config.qkv_bias
-        yield from linear(f"{module}.query_key_value", (width, hidden), parts, f"{gguf}.attn_qkv", bias=bias)
+        if config.qkv_apart:
+            own = ((queries, heads, heads), (keys, kv_heads, kv_heads), (keys, kv_heads, 0))
+            for part, (rows, units, rotated) in zip("qkv", own, strict=True):
+                yield from linear(
+                    f"{module}.{part}_proj",
+                    (rows, hidden),
+                    by_outputs((rows, units)),
+                    f"{gguf}.attn_{part}",
+                    bias=bias,
+                    rotary_heads=rotated,
+                )
+        else:
+            yield from linear(f"{module}.query_key_value", (width, hidden), parts, f"{gguf}.attn_qkv", bias=bias)
         output, inputs = f"{module}.dense", by_inputs(queries, heads)
         yield from linear(output, (hidden, queries), inputs, f"{gguf}.attn_output", bias=config.output_bias)
         if config.qk_norm:
@@ -105,5 +117,6 @@ def _attention(config: ModelConfig, builder: LayerBuilder, module: str) -> SelfA
     if config.qk_norm:
         names, counts = (f"{module}.query_layernorm", f"{module}.key_layernorm"), (config.heads, config.kv_heads)
         heads = builder.head_norms(*names, *counts, config.norm_eps, order=gqa.head_order(config))
-    qkv = gqa.projection(builder, config, f"{module}.query_key_value")
+    parts = [f"{part}_proj" for part in "qkv"] if config.qkv_apart else ["query_key_value"]
+    qkv = gqa.projection(builder, config, *(f"{module}.{part}" for part in parts))
     return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.dense"), 0, norm=heads)

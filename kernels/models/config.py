@@ -145,7 +145,7 @@ class LatentConfig:
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
     ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files. ``index``: of sparse
-    attention; None: all tokens are attended to. ``factor``: of the vector.
+    attention; None: all tokens are attended to. ``factor``: of the vector. ``whole``: every rank has all heads.
     """
 
     query_rank: int
@@ -156,6 +156,7 @@ class LatentConfig:
     apart: bool = False
     index: IndexConfig | None = None
     factor: float = 1.0
+    whole: bool = False
 
     def spec(self, indexed: bool = True) -> Latent:
         """What a layer caches. ``indexed``: whether it has an indexer, if the model has any."""
@@ -199,7 +200,8 @@ class ModelConfig:
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``shared_caches``: layers that write no cache, and the one
-    whose cache each of them reads. ``code``: of a model that runs transformers' modeling code.
+    whose cache each of them reads. ``code``: of a model that runs transformers' modeling code. ``whole_dense``: dense
+    feed-forward layers beside those of experts are not divided over ranks.
     """
 
     architecture: str
@@ -254,6 +256,7 @@ class ModelConfig:
     first_position: int = 0
     shared_caches: Mapping[int, int] = field(default_factory=dict)
     code: CodeModel | None = None
+    whole_dense: bool = False
 
     @property
     def attention_features(self) -> Mapping[str, str]:
@@ -300,23 +303,27 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
 
-def local_config(config: ModelConfig, size: int, parts: int = 1, ep_size: int = 1) -> ModelConfig:
+def local_config(
+    config: ModelConfig, size: int, parts: int = 1, ep_size: int = 1, *, routed_alone: bool = False
+) -> ModelConfig:
     """The sizes that one of ``size`` ranks runs, with ``parts`` times as many for layers of experts; the vocabulary
     stays whole. Raises ConfigError, naming the numbers.
 
     Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
     vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
     one. A model of transformers' code is divided by its own plan. With ``ep_size`` the experts are divided into so many
-    parts first, and the inner dimension of each over the ranks of a part.
+    parts first, and the inner dimension of each over the ranks of a part. ``routed_alone``: the expert that all tokens
+    take is divided as attention is.
     """
     if config.code is not None:
         from kernels.models.fallback.model import divided
 
         return divided(config, size)
     wide: dict[str, int] = {}
+    own = 1 if config.latent is not None and config.latent.whole else size  # of which each has some of the heads
     narrow = {
-        "num_attention_heads": config.heads,
-        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.heads * size // own,
+        "intermediate_size": config.intermediate_size * (size if config.whole_dense else 1),
         "vocab_size": config.vocab_size,
     }
     experts = config.experts
@@ -329,7 +336,7 @@ def local_config(config: ModelConfig, size: int, parts: int = 1, ep_size: int = 
                 f"moe_intermediate_size {experts.inner} of {config.architecture} cannot be divided over the {each} "
                 f"ranks of each part of the experts: raise --expert-parallel-size {ep_size}"
             )
-        wide["shared_expert_intermediate_size"] = experts.shared
+        (narrow if routed_alone else wide)["shared_expert_intermediate_size"] = experts.shared
         if experts.packed:
             wide["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
     for numbers, ranks in ((narrow, size), (wide, size * parts)):
@@ -345,15 +352,14 @@ def local_config(config: ModelConfig, size: int, parts: int = 1, ep_size: int = 
             f"divide one another; {_remedy(config)}"
         )
     if experts is not None:
-        experts = dataclasses.replace(
-            experts, inner=experts.inner * ep_size // (size * parts), shared=experts.shared // (size * parts)
-        )
+        shared = experts.shared // (size if routed_alone else size * parts)
+        experts = dataclasses.replace(experts, inner=experts.inner * ep_size // (size * parts), shared=shared)
     return dataclasses.replace(
         config,
-        heads=config.heads // size,
+        heads=config.heads // own,
         kv_heads=max(1, config.kv_heads // size),
         global_kv_heads=config.kv_heads if size > 1 else 0,
-        intermediate_size=config.intermediate_size // size,
+        intermediate_size=config.intermediate_size // (1 if config.whole_dense else size),
         experts=experts,
         recurrence=None if config.recurrence is None else config.recurrence.divided(size),
     )
@@ -367,7 +373,8 @@ def _remedy(config: ModelConfig) -> str:
 def _fits(config: ModelConfig, size: int) -> bool:
     sizes = config.experts
     experts = () if sizes is None else (sizes.inner // (MXFP4_BLOCK if sizes.packed else 1), sizes.shared)
-    numbers = (config.heads, config.intermediate_size, *experts, config.vocab_size)
+    dense = () if config.whole_dense else (config.intermediate_size,)
+    numbers = (config.heads, *dense, *experts, config.vocab_size)
     return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
 
 

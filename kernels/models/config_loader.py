@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ModelConfig
-from kernels.models.gguf_description import describe
+from kernels.models.gguf_description import describe, named
 from kernels.models.pooling import read_pooling
 from kernels.models.registry import LANGUAGE_MODEL_SIZES, UnknownArchitecture, find, language_architecture
 from kernels.weights.config_json import merge_overrides
@@ -63,7 +63,13 @@ def read_config(
         try:
             return _read_code(model_path, raw, is_embedding, code)
         except ConfigError as reason:
-            raise ConfigError(f"{error}; nor can transformers' modeling code run it: {reason}") from reason
+            raise ConfigError(
+                f"{error.named}, nor can transformers' modeling code run it: {reason}; {error.known}"
+            ) from reason
+    except ConfigError as error:
+        if Path(model_path).is_file():
+            raise named(error, model_path, raw["model_type"]) from error
+        raise
     pooling = read_pooling(Path(model_path), raw, is_embedding)
     if pooling is None:
         return config

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from kernels.contract.errors import ConfigError
+from kernels.core.layer_context import ExpertModules
 from kernels.core.operators import Linear
 from kernels.devices.experts import ExpertWeights, Routing
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import gqa, vocabulary
+from kernels.models.layers import gqa, moe, vocabulary
 from kernels.models.layers.block import Block, Norms, SelfAttention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
@@ -24,6 +25,7 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 caches = gqa.caches
 _EMBED = "transformer.wte"
+_PARTS = "w1", "v1", "w2"  # gate, up and down
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -48,7 +50,8 @@ def config(raw: ConfigReader) -> ModelConfig:
         raise ConfigError(f"config.json: moe_normalize_expert_weights must be 1 or null, and is {power!r}")
     count, chosen = own.expert_counts()
     inner, layers = own.size("intermediate_size"), frozenset(range(own.layers))
-    experts = ExpertsConfig(layers, count, chosen, inner, normalized=power is not None)
+    apart = raw.flag("experts_apart")
+    experts = ExpertsConfig(layers, count, chosen, inner, normalized=power is not None, apart=apart)
     plain = own.decoder(experts=experts, norm_eps="layer_norm_eps", eps=1e-5)
     clip = ConfigReader(attention, raw.architecture).number("clip_qkv", 0.0)
     return dataclasses.replace(plain, qkv_clip=clip)
@@ -68,18 +71,22 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     queries, keys, inner, count = heads * dim, kv_heads * dim, config.experts.inner, config.experts.count
     yield from vocabulary.tensors(config, _EMBED)
     for index in range(config.layers):
-        name = f"transformer.blocks.{index}"
+        name, gguf = f"transformer.blocks.{index}", f"blk.{index}"
         module, experts = f"{name}.norm_attn_norm", f"{name}.ffn.experts.mlp"
-        yield norm(f"{module}.norm_1", hidden)
-        yield norm(f"{module}.norm_2", hidden)
+        yield norm(f"{module}.norm_1", hidden, f"{gguf}.attn_norm")
+        yield norm(f"{module}.norm_2", hidden, f"{gguf}.attn_output_norm")
         both = by_outputs((queries, heads), (keys, kv_heads), (keys, kv_heads))
-        yield from linear(f"{module}.attn.Wqkv", (queries + 2 * keys, hidden), both)
-        yield from linear(f"{module}.attn.out_proj", (hidden, queries), by_inputs(queries, heads))
-        yield from linear(f"{name}.ffn.router.layer", (count, hidden), role=Role.ROUTER)
+        yield from linear(f"{module}.attn.Wqkv", (queries + 2 * keys, hidden), both, f"{gguf}.attn_qkv")
+        output, inputs = f"{module}.attn.out_proj", by_inputs(queries, heads)
+        yield from linear(output, (hidden, queries), inputs, f"{gguf}.attn_output")
+        yield from linear(f"{name}.ffn.router.layer", (count, hidden), None, f"{gguf}.ffn_gate_inp", role=Role.ROUTER)
+        if config.experts.apart:
+            yield from moe.expert_tensors(config.experts, hidden, experts, gguf)
+            continue
         of_all = by_outputs(*[(inner, inner)] * count)
-        for part in ("w1", "v1", "w2"):
+        for part in _PARTS:
             yield TensorSpec(f"{experts}.{part}", (count * inner, hidden), Role.EXPERTS, of_all)
-    yield norm("transformer.norm_f", hidden)
+    yield norm("transformer.norm_f", hidden, "output_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
@@ -104,13 +111,27 @@ def _experts(config: ModelConfig, builder: LayerBuilder, module: str) -> Linear:
     """``sum(weight[e] * (silu(x @ w1[e].T) * (x @ v1[e].T)) @ w2[e])`` over the experts e that a token takes."""
     sizes, mesh = config.experts, builder.mesh
     assert sizes is not None
-    names = [f"{module}.experts.mlp.{part}" for part in ("w1", "v1", "w2")]
-    builder.refuse_adapters(tuple(names))
-    firsts, others, lasts = (builder.source.take([name]).view(sizes.count, sizes.inner, -1) for name in names)
-    experts = [
-        ExpertWeights(torch.cat((gate, up)), None, down.t().contiguous(), None)
-        for gate, up, down in zip(firsts, others, lasts, strict=True)
-    ]
+    names = [f"{module}.experts.mlp.{part}" for part in _PARTS]
+    apart = "its tensors hold all experts; adapters change them apart, as in experts.mlp_experts.0.w1"
+    builder.refuse_adapters((f"{module}.experts.mlp",), apart)
+    modules = [tuple(f"{module}.experts.mlp_experts.{n}.{part}" for part in _PARTS) for n in range(sizes.count)]
+    both = sizes.inner * mesh.size, config.hidden_size
+    adapted = moe.adapted_experts(builder, ExpertModules("", modules, range(sizes.count), both))
+    if sizes.apart:
+        experts = moe.expert_weights(builder, sizes, f"{module}.experts.mlp")
+    else:
+        firsts, others, lasts = (builder.source.take([name]).view(sizes.count, sizes.inner, -1) for name in names)
+        experts = [
+            ExpertWeights(torch.cat((gate, up)), None, down.t().contiguous(), None)
+            for gate, up, down in zip(firsts, others, lasts, strict=True)
+        ]
     router = builder.source.take([f"{module}.router.layer.weight"])
-    layer = builder.ops.experts.make(router, None, experts, Routing(sizes.chosen, sizes.normalized))
+    routing, layers = Routing(sizes.chosen, sizes.normalized), builder.ops.experts
+    layer: Linear = (
+        layers.make(router, None, experts, routing)
+        if adapted is None
+        else layers.make_in_turn(
+            layers.make_router(router, None, routing), experts, routing, moe.ADAPTED, adapted=adapted
+        )
+    )
     return layer if mesh.size == 1 else lambda x: mesh.all_reduce(layer(x))

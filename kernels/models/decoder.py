@@ -5,18 +5,20 @@
     logits = head(norm(h))
 
 As a stage of a pipeline it has some of the layers, and neither embeddings nor a head unless it is the first or the last
-one.
+one. The results of layers that are captured for a draft in the last stage travel beside the residual stream.
 
 On several ranks each has some of the heads, of the inner dimension and of the vocabulary; the residual stream is whole
-on each.
+on each, or with context parallelism each has that of its own tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.contract.caches import Paged, Window
@@ -68,7 +70,8 @@ class Decoder:
     """``layers`` between ``embeddings`` and ``head``; ``norm`` is the last one.
 
     ``classifier``: [rows, hidden] -> [rows, labels] of a model that has such a head. ``reads_rows``: whether a layer
-    reads ``ForwardBatch.rows``, so that no pass is captured.
+    reads ``ForwardBatch.rows``, so that no pass is captured. ``received``
+    [0, width]: without tokens, what a stage receives.
     """
 
     def __init__(
@@ -80,8 +83,14 @@ class Decoder:
         norm: Norm,
     ) -> None:
         self.device, self.rows, self.stage = builder.ops, builder.rows, builder.stage
-        self.captures = builder.captures
-        self.hidden_size = config.hidden_size
+        self.context = builder.context_parallel
+        first, end = builder.first_layer, builder.first_layer + config.layers
+        # The layers whose results are known after this stage, and those of them that it receives.
+        self.captures = tuple(layer for layer in builder.captures if layer < end)
+        self._received = tuple(layer for layer in self.captures if layer < first)
+        self._first, self.hidden_size = first, config.hidden_size
+        width = config.hidden_size * (1 + len(self._received))
+        self.received = torch.empty((0, width), dtype=builder.dtype, device=builder.ops.torch_device)
         self.reads_rows = bool(config.eager_with(builder.ops.attention.plans)) or config.indexed
         self._routes = builder.routes
         self._sparse = sorted(config.experts.layers) if config.experts is not None else []
@@ -130,20 +139,55 @@ class Decoder:
         ``wanted`` int64 [rows]: nothing is captured, and the result is that of these tokens, [rows, hidden]: behind the
         last layer's keys and values the others are of no more use.
 
-        Of a stage that is not the last, the result is the residual stream, which goes to the next one.
+        Of a stage that is not the last, the result is the residual stream with the captures so far, which goes to the
+        next one; of one that is not the first, the batch's ``states`` are those that it has received, or receives now.
         """
+        result = self.run(self.receive(batch), caches, capture, wanted)
+        if not self.stage.is_last:
+            self.stage.send_stream(result)
+        return result
+
+    def receive(self, batch: ForwardBatch, into: Tensor | None = None) -> ForwardBatch:
+        """The batch with the residual stream of the stage before, if there is one and it has not been received.
+        ``into`` [any, width]: where it goes, if it fits."""
+        if self.stage.is_first or batch.states is not None:
+            return batch
+        tokens = len(batch.token_ids)
+        if into is None or tokens > len(into):
+            into = self.received.new_empty((tokens, self.received.shape[1]))
+        stream = into[:tokens]
+        self.stage.receive_stream(stream)
+        return replace(batch, states=stream)
+
+    def run(
+        self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True, wanted: Tensor | None = None
+    ) -> Tensor:
+        """``forward`` without messages between stages, as it is captured."""
         if self.rows is not None:
             self.rows.enter(batch.cache_index)
+        token_ids, context = batch.token_ids, self.context
+        if context is not None:
+            batch = context.enter(batch)
         angles = [rotary(batch.positions) for rotary in self.rotaries]
         batches = {spec: batch.in_window(spec) for spec in batch.bounded if isinstance(spec, Window)}
-        residual = self.embeddings(batch.token_ids)
         captures = self.captures if capture and wanted is None else ()
         hidden, device, last_layer = self.hidden_size, self.device, self.layers[-1]
+        stream = self.embeddings(token_ids) if self.stage.is_first else batch.states
+        assert stream is not None, "a stage receives before it runs"
+        residual = stream[:, :hidden]
+        if not residual.is_contiguous():
+            residual = device.elementwise.empty_rows(len(stream), hidden, stream.dtype)
+            device.elementwise.add_rows(stream[:, :hidden], None, residual)
+        if context is not None:
+            residual = context.select(residual)
         wide: Tensor | None = None
         if captures:
             wide = device.elementwise.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)
+            for number, part in zip(self._received, stream.split(hidden, dim=1)[1:], strict=True):
+                begin = hidden * (1 + captures.index(number))
+                device.elementwise.add_rows(part, None, wide[:, begin : begin + hidden])
         x: PendingResidual = None
-        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self._first):
             cos, sin = angles[self._rotary_of[id(layer)]]
             window = self._group_of.get(id(layer))
             seen = batch if window is None else batches.get(window, batch)
@@ -153,11 +197,12 @@ class Decoder:
                 begin = hidden * (1 + captures.index(index))
                 device.elementwise.write_stream(x, residual, wide[:, begin : begin + hidden])
         if not self.stage.is_last:
-            stream = device.elementwise.empty_rows(len(residual), hidden, residual.dtype)
-            device.elementwise.write_stream(x, residual, stream)
-            self.stage.send_stream(stream)
+            stream = device.elementwise.empty_rows(len(residual), hidden, residual.dtype) if wide is None else wide
+            device.elementwise.write_stream(x, residual, stream[:, :hidden])
             return stream
         last, _ = norm_of_sum(self.norm, x, residual)
+        if context is not None:
+            last = context.gather(last)
         if wide is None:
             return last
         device.elementwise.add_rows(last, None, wide[:, :hidden])

@@ -29,7 +29,8 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     yield from sparse.tensors(config, DEEPSEEK, mla.tensors)
     latent, index = _sizes(config)
     for layer in sorted(index.own):
-        yield from indexer.tensors(index, f"model.layers.{layer}.self_attn", config.hidden_size, latent.query_rank)
+        module, hidden = f"model.layers.{layer}.self_attn", config.hidden_size
+        yield from indexer.tensors(index, module, hidden, latent.query_rank, f"blk.{layer}")
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

@@ -76,8 +76,7 @@ _NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""The norms of a layer, and their names in GGUF files."""
-"""Before and after attention, before and after the feed-forward layer."""
+"""The norms before and after attention, before and after the feed-forward layer, with their names in GGUF files."""
 
 
 def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:

@@ -23,9 +23,11 @@ from torch import Tensor
 from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import Delta
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.devices.linear import norm_of_sum
+from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig, RopeConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, vocabulary
@@ -350,13 +352,13 @@ class _LayerInputs:
         self.scale = torch.tensor(config.input_size**0.5, dtype=builder.dtype).item()  # as the model was trained
         self.project = builder.linear("model.per_layer_model_projection")
         self.norm = builder.norm("model.per_layer_projection_norm", config.norm_eps)
-        self.values: Tensor | None = None
+        self.values = PassValue()
 
     def compute(self, hidden: Tensor, ids: Tensor) -> None:
         """Those of all layers. ``hidden`` [tokens, hidden]: the embeddings of the tokens ``ids``."""
         shape = len(ids), self.layers, self.size
         own = self.norm((self.project(hidden) * self.factor).view(shape))
-        self.values = (own + (self.table(ids) * self.scale).view(shape)) * 2**-0.5
+        self.values.value = (own + (self.table(ids) * self.scale).view(shape)) * 2**-0.5
 
 
 class _Layer:
@@ -409,8 +411,9 @@ class _Layer:
         if self.experts is not None:
             result = self.experts(result, residual)
         residual = residual + fourth(result)
-        if self.inputs is not None and self.inputs.values is not None:
-            own = self.inputs.values[:, self.index]
+        inputs = None if self.inputs is None else self.inputs.values.value
+        if inputs is not None:
+            own = inputs[:, self.index]
             own = own if wanted is None else own.index_select(0, wanted)
             gated = F.gelu(self.gate(residual), approximate="tanh") * own
             residual = residual + self.input_norm(self.project(gated))
@@ -434,8 +437,9 @@ class _ExpertsBeside:
         sizes, take = config.experts, builder.source.take
         assert sizes is not None
         both, down = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
-        builder.refuse_adapters((both, down))
+        adapted = moe.stacked_adapters(builder, sizes, config.hidden_size, f"{name}.experts")
         weights, router = take([f"{name}.{_EXPERT_NORMS[1]}.weight"]).float(), take([f"{name}.router.proj.weight"])
+        factors = take([f"{name}.router.per_expert_scale"]).tolist()
         scale = take([f"{name}.router.scale"]).float() * config.hidden_size**-0.5
         firsts: Iterable[Tensor]
         lasts: Iterable[Tensor]
@@ -447,13 +451,18 @@ class _ExpertsBeside:
             firsts, lasts = take([both]), take([down])
         experts = [
             ExpertWeights((first.float() * weights).to(first.dtype), None, (last.float() * factor).to(last.dtype), None)
-            for first, last, factor in zip(
-                firsts, lasts, take([f"{name}.router.per_expert_scale"]).tolist(), strict=True
-            )
+            for first, last, factor in zip(firsts, lasts, factors, strict=True)
         ]
         layers, routing = builder.ops.experts, Routing(sizes.chosen, normalized=True)
         made = layers.make_router((router.float() * scale).to(router.dtype), None, routing)
-        return layers.make_routed(made, experts, routing, gelu_and_mul)
+        if adapted is None:
+            return layers.make_routed(made, experts, routing, gelu_and_mul)
+        deltas = [
+            (_of_scaled(first, weights.to(builder.dtype)), _of_scaled(last, factor))
+            for (first, last), factor in zip(adapted.deltas, factors, strict=True)
+        ]
+        adapted = dataclasses.replace(adapted, deltas=deltas)
+        return layers.make_in_turn(made, experts, routing, moe.ADAPTED, gelu_and_mul, adapted=adapted)
 
     def __call__(self, result: Tensor, residual: Tensor) -> Tensor:
         """``result`` [tokens, hidden]: the feed-forward layer's."""
@@ -463,3 +472,8 @@ class _ExpertsBeside:
         chosen = self.experts(normed)
         chosen = chosen if self.group.size == 1 else self.group.all_reduce(chosen)
         return self.after_mlp(result) + self.after(chosen)
+
+
+def _of_scaled(delta: Delta, scale: Tensor | float) -> Delta:
+    """What adapters add where the inputs are scaled, of which the layer's own weights are a part."""
+    return lambda x, outputs: delta(x * scale, outputs)

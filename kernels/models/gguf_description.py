@@ -6,27 +6,67 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No PyTorch: the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from kernels.contract.errors import GgufError
+from kernels.contract.errors import ConfigError, GgufError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL
-from kernels.models.gguf_families import FAMILIES, PERMUTED
+from kernels.models.gguf_families import FAMILIES, PERMUTED, latent
 from kernels.models.gguf_metadata import Metadata
 from kernels.models.registry import BUILT_IN, Entry, find_gguf
 from kernels.weights.gguf.header import GgufHeader
 from kernels.weights.gguf.joined import cut
 
-__all__ = ["describe", "generation_defaults"]
+__all__ = ["describe", "generation_defaults", "named"]
 
 _ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
 """Control tokens that end an answer wherever they are found: many files name only one of theirs."""
 
 _DEEPSEEK = "deepseek2"
+_LATENT = (_DEEPSEEK, "deepseek32", "glm-dsa", "mistral4")
 _CONTROL = 3
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _PHIMOE_FACTOR = 1.243163121016122  # on cosines and sines, in all models: long_mscale of config.json
+_MISTRAL4_GROWTH = 0.1  # of queries, which the converter leaves out: llama_4_scaling_beta of config.json
+_STORED = {
+    "attention_value_scale": "attention.value_scale",
+    "clip_qkv": "attention.clamp_kqv",
+    "embedding_multiplier_scale": "embedding_scale",
+    "factor": "rope.scaling.factor",
+    "head_dim": "attention.key_length",
+    "index_head_dim": "attention.indexer.key_length",
+    "indexer_types": "attention.indexer.types",
+    "moe_router_scaling_factor": "expert_weights_scale",
+    "mscale": "rope.scaling.yarn_log_multiplier",
+    "n_group": "expert_group_count",
+    "n_shared_experts": "expert_shared_count",
+    "num_attention_heads": "attention.head_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "num_sliding_attention_heads": "attention.head_count",
+    "output_multiplier_scale": "logit_scale",
+    "partial_rotary_factor": "rope.dimension_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "swiglu_limits": "swiglu_clamp_exp",
+    "swiglu_limits_shared": "swiglu_clamp_shexp",
+    "topk_group": "expert_group_used_count",
+    "v_head_dim": "attention.value_length",
+}
+"""The keys of a file, behind the architecture's name, by those of config.json that errors name."""
 _SAMPLING = ("temp", "top_k", "top_p", "min_p")
+
+
+def named(error: ConfigError, path: str | Path, name: str) -> GgufError:
+    """``error`` in what ``describe`` gives of a file of the architecture ``name``, with the keys that the file has."""
+    text = str(error).removeprefix("config.json: ")
+    keys = dict.fromkeys(key for key in re.findall(r"\w+", text) if key in _STORED)
+    stored = "".join(f"; {key} is {name}.{_STORED[key]} in the file" for key in keys)
+    return GgufError(f"{path}: {text}{stored}")
 
 
 def describe(header: GgufHeader) -> dict[str, Any]:
@@ -48,12 +88,15 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     if header.metadata.get(f"{name}.attention.causal") is False:
         raise meta.refused("attention to later tokens (attention.causal)")
     layers = meta.block_count
-    experts = FAMILIES[name](meta) if name in FAMILIES else _experts(header, meta, entry)
-    latent = _latent(header, meta) if name == _DEEPSEEK else {}
+    own = FAMILIES[name](meta) if name in FAMILIES else _experts(header, meta, entry)
+    if name == _DEEPSEEK:
+        own |= latent(meta)
+        if meta.number(".attention.temperature_scale", 0.0):  # Mistral Large 3
+            own |= {"architectures": ["Mistral4ForCausalLM"]}
     hidden = meta.size(f"{name}.embedding_length")
-    heads = meta.size(f"{name}.attention.head_count")
-    dim = latent.get("qk_rope_head_dim") or meta.head_dim
-    if not latent and meta.size(f"{name}.attention.value_length", dim) != dim:
+    heads = own.get("num_attention_heads") or meta.size(f"{name}.attention.head_count")
+    dim = own.get("qk_rope_head_dim") or meta.head_dim
+    if "v_head_dim" not in own and meta.size(f"{name}.attention.value_length", dim) != dim:
         raise GgufError(f"{header.path}: heads of keys and of values of different sizes are not supported")
     rotated = meta.size(f"{name}.rope.dimension_count", dim)
     if rotated > dim or (rotated < dim and name in PERMUTED):
@@ -63,7 +106,7 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise GgufError(f"{header.path} has no matrix token_embd.weight: it is no whole model; download it again")
-    if layers * experts.get("num_experts", 0) > MAX_EXPERTS_OF_MODEL:
+    if layers * own.get("num_experts", 0) > MAX_EXPERTS_OF_MODEL:
         max_experts = MAX_EXPERTS_OF_MODEL // layers
         raise meta.wrong(f"{name}.expert_count", f"at most {max_experts} in each of {layers} layers")
     tensors = cut(header.tensors)
@@ -71,16 +114,15 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     eps = "rms_" if f"{name}.attention.layer_norm_rms_epsilon" in header.metadata else ""
     norm_eps = meta.positive(f"{name}.attention.layer_norm_{eps}epsilon", 1e-5)
     return {
-        "architectures": ["DeepseekV3ForCausalLM" if experts.get("correction") else entry.architecture],
+        "architectures": ["DeepseekV3ForCausalLM" if own.get("correction") else entry.architecture],
         "model_type": name,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": experts.get("intermediate_size")
-        or meta.size(f"{name}.feed_forward_length", experts.get("moe_intermediate_size")),
+        "intermediate_size": own.get("intermediate_size")
+        or meta.size(f"{name}.feed_forward_length", own.get("moe_intermediate_size")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": experts.get("num_key_value_heads")
-        or meta.size(f"{name}.attention.head_count_kv", heads),
+        "num_key_value_heads": own.get("num_key_value_heads") or meta.size(f"{name}.attention.head_count_kv", heads),
         "head_dim": dim,
         "rms_norm_eps": norm_eps,
         "layer_norm_eps": norm_eps,
@@ -93,26 +135,7 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "dtype": _dtype(header),
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(header) or None,
-        **experts,
-        **latent,
-    }
-
-
-def _latent(header: GgufHeader, meta: Metadata) -> dict[str, Any]:
-    """The sizes of DeepSeek's latent attention. Newer files say those of heads beside those of the latent space, and
-    have the weights of keys and values apart."""
-    key, rotated = f"{_DEEPSEEK}.attention", meta.size(f"{_DEEPSEEK}.rope.dimension_count")
-    whole = meta.size(f"{key}.key_length_mla", meta.size(f"{key}.key_length"))
-    if rotated >= whole:
-        raise meta.wrong(f"{_DEEPSEEK}.rope.dimension_count", f"less than the {whole} numbers of a head")
-    rank = meta.number(f"{key}.q_lora_rank", 0)
-    return {
-        "q_lora_rank": meta.size(f"{key}.q_lora_rank") if rank else None,
-        "kv_lora_rank": meta.size(f"{key}.kv_lora_rank"),
-        "qk_nope_head_dim": whole - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": meta.size(f"{key}.value_length_mla", meta.size(f"{key}.value_length")),
-        "kv_b_apart": "blk.0.attn_k_b.weight" in header.tensors,
+        **own,
     }
 
 
@@ -219,9 +242,12 @@ def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, 
             result |= {"attention_factor": attention}  # what cos and sin would grow by is taken from them again
             if growth := meta.number(".attention.temperature_scale", 0.0):
                 result |= {"llama_4_scaling_beta": growth}
-        if name == _DEEPSEEK:  # it scales queries times keys in place of cos and sin
+        if name in _LATENT:  # they scale queries times keys in place of cos and sin
             stretch = 10.0 * meta.number(f"{name}.rope.scaling.yarn_log_multiplier", 0.0)
             result |= {"attention_factor": 1.0, "mscale": stretch, "mscale_all_dim": stretch}
+        growth = meta.number(".attention.temperature_scale", _MISTRAL4_GROWTH if name == "mistral4" else 0.0)
+        if name in _LATENT and growth:
+            result |= {"llama_4_scaling_beta": growth}
     elif kind not in ("none", "linear"):
         raise GgufError(f"{name}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
     elif factor != 1.0:

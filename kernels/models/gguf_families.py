@@ -12,24 +12,32 @@ from typing import Any
 from kernels.contract.limits import MAX_EXPERTS
 from kernels.models.gguf_metadata import Metadata
 
-__all__ = ["FAMILIES", "PERMUTED"]
+__all__ = ["FAMILIES", "PERMUTED", "latent"]
 
-PERMUTED = frozenset({"llama", "arcee", "baichuan", "granite", "granitemoe", "mistral3", "olmo", "smollm3", "xverse"})
+PERMUTED = frozenset(
+    ("llama", "arcee", "baichuan", "bailingmoe", "granite", "granitemoe", "internlm2", "mistral3", "olmo", "smollm3")
+) | {"xverse"}
 """Architectures whose files interleave the halves of query and key heads, so that a part of a head is not rotated
 alone."""
 
 _WINDOW = ".attention.sliding_window"
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 def _plain(meta: Metadata) -> dict[str, Any]:
     return {}
 
 
-def _experts(meta: Metadata) -> dict[str, Any]:
-    """Sizes and routing of experts, by DeepSeek's names."""
-    count, used = meta.size(".expert_count"), meta.size(".expert_used_count")
+def _count_of_experts(meta: Metadata) -> int:
+    count = meta.size(".expert_count")
     if count > MAX_EXPERTS:
         raise meta.wrong(".expert_count", f"at most {MAX_EXPERTS}")
+    return count
+
+
+def _experts(meta: Metadata) -> dict[str, Any]:
+    """Sizes and routing of experts, by DeepSeek's names."""
+    count, used = _count_of_experts(meta), meta.size(".expert_used_count")
     groups = meta.count(".expert_group_count") or 1
     return {
         "num_experts": count,
@@ -40,14 +48,40 @@ def _experts(meta: Metadata) -> dict[str, Any]:
         "routed_scaling_factor": meta.number(".expert_weights_scale", 1.0) or 1.0,
         "n_shared_experts": meta.count(".expert_shared_count"),
         "n_group": groups,
-        "topk_group": meta.count(".expert_group_used_count") or groups,
+        "topk_group": (meta.count(".expert_group_used_count") or groups) if groups > 1 else 1,
+    }
+
+
+def _scores(meta: Metadata, default: int) -> str:
+    """What makes weights of experts of a router's logits. ``default``: if the file does not say it, or says 0."""
+    number = meta.count(".expert_gating_func") or default
+    if number not in (1, 2):
+        raise meta.wrong(".expert_gating_func", "1, which is softmax, or 2, which is sigmoid")
+    return "softmax" if number == 1 else "sigmoid"
+
+
+def latent(meta: Metadata) -> dict[str, Any]:
+    """The sizes of latent attention. Newer files say those of heads beside those of the latent space, and have the
+    weights of keys and values apart."""
+    rotated = meta.size(".rope.dimension_count")
+    whole = meta.size(".attention.key_length_mla", meta.get(".attention.key_length"))
+    if rotated >= whole:
+        raise meta.wrong(".rope.dimension_count", f"less than the {whole} numbers of a head")
+    mean = meta.size(".embedding_length") // meta.size(".attention.head_count")  # if the file does not say it
+    return {
+        "q_lora_rank": meta.size(".attention.q_lora_rank") if meta.number(".attention.q_lora_rank", 0) else None,
+        "kv_lora_rank": meta.size(".attention.kv_lora_rank"),
+        "qk_nope_head_dim": whole - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": meta.size(".attention.value_length_mla", meta.get(".attention.value_length", mean)),
+        "kv_b_apart": meta.has(".attn_k_b.weight"),
     }
 
 
 def _windows(meta: Metadata, every: int, default: int = 0) -> dict[str, Any]:
     """The sliding window and the layers that have it: all but every n-th, if the file says nothing else. ``default``:
     tokens of the window, if the file says nothing."""
-    window, stated = meta.count(_WINDOW, default), meta.layers(f"{_WINDOW}_pattern")
+    window, stated = meta.count(_WINDOW, default), meta.flags(f"{_WINDOW}_pattern")
     if not window:
         return {"sliding_window": None}
     if stated is None:
@@ -77,11 +111,31 @@ def _baichuan(meta: Metadata) -> dict[str, Any]:
     return {"qkv_apart": True} | (alibi if meta.block_count == 40 else {})
 
 
+def _apertus(meta: Metadata) -> dict[str, Any]:
+    """Numbers of xIELU are in the metadata, one for each layer or one for all."""
+    parts = [meta.numbers(f"xielu.{part}") for part in _XIELU]
+    for part, numbers in zip(_XIELU, parts, strict=True):
+        if numbers is None:
+            raise meta.wrong(f"xielu.{part}", f"a number for each of {meta.block_count} layers")
+    return {"xielu": list(zip(*(numbers or () for numbers in parts), strict=True))}
+
+
+def _bailing(meta: Metadata) -> dict[str, Any]:
+    """Rows of the output have the length that they are normed to."""
+    experts = _experts(meta)
+    return experts | {
+        "qkv_apart": True,
+        "num_shared_experts": experts["n_shared_experts"],
+        "use_qkv_bias": meta.has(".attn_q.bias"),
+        "use_bias": meta.has(".attn_output.bias"),
+    }
+
+
 def _bailing2(meta: Metadata) -> dict[str, Any]:
     experts = _experts(meta)
     return experts | {
         "num_shared_experts": experts["n_shared_experts"],
-        "score_function": "sigmoid" if meta.count(".expert_gating_func") == 2 else "softmax",
+        "score_function": _scores(meta, 1),
         "moe_router_enable_expert_bias": meta.has(".exp_probs_b.bias"),
         "use_qk_norm": meta.has(".attn_q_norm.weight"),
         "use_qkv_bias": meta.has(".attn_qkv.bias"),
@@ -93,8 +147,57 @@ def _cohere(meta: Metadata) -> dict[str, Any]:
     return {"logit_scale": meta.number(".logit_scale", 1.0), "use_qk_norm": meta.has(".attn_q_norm.weight")}
 
 
+def _indexed(meta: Metadata) -> dict[str, Any]:
+    """DeepSeek V3.2 and GLM-5. Early files do not say which layers have an indexer: all, or where a million tokens fit,
+    the first three and every fourth from there on."""
+    result = _experts(meta) | latent(meta)
+    result |= {
+        "index_n_heads": meta.size(".attention.indexer.head_count"),
+        "index_head_dim": meta.size(".attention.indexer.key_length"),
+        "index_topk": meta.size(".attention.indexer.top_k"),
+    }
+    if (kinds := meta.flags(".attention.indexer.types")) is not None:
+        return result | {"indexer_types": ["full" if own else "shared" for own in kinds]}
+    some = meta.name == "glm-dsa" and meta.size(".context_length") >= 1 << 20
+    return result | ({"index_topk_freq": 4, "index_skip_topk_offset": 3} if some else {})
+
+
 def _cohere2(meta: Metadata) -> dict[str, Any]:
     return {"logit_scale": meta.number(".logit_scale", 1.0)} | _windows(meta, 4)
+
+
+def _cohere2_moe(meta: Metadata) -> dict[str, Any]:
+    """Results of the experts and of the one that all tokens take are averaged. The first layers, without experts,
+    rotate."""
+    experts, rms = _experts(meta), meta.get(".attention.layer_norm_rms_epsilon")
+    return (
+        experts
+        | _windows(meta, 4)
+        | {
+            "intermediate_size": experts["moe_intermediate_size"],
+            "prefix_dense_intermediate_size": meta.size(".feed_forward_length"),
+            "num_shared_experts": experts["n_shared_experts"],
+            "expert_selection_fn": _scores(meta, 2),
+            "logit_scale": meta.number(".logit_scale", 1.0),
+            "rms_norm_eps": rms,
+        }
+    )
+
+
+def _dbrx(meta: Metadata) -> dict[str, Any]:
+    """Weights of the experts that a token takes add up to one, as in all models of the family."""
+    sparse = {
+        "ffn_hidden_size": meta.size(".feed_forward_length"),
+        "moe_num_experts": meta.size(".expert_count"),
+        "moe_top_k": meta.size(".expert_used_count"),
+    }
+    attention = {"clip_qkv": meta.number(".attention.clamp_kqv", 0.0)}
+    return {
+        "num_experts": _count_of_experts(meta),
+        "ffn_config": sparse,
+        "attn_config": attention,
+        "experts_apart": True,
+    }
 
 
 def _ernie(meta: Metadata) -> dict[str, Any]:
@@ -344,6 +447,23 @@ def _granite_moe(meta: Metadata) -> dict[str, Any]:
     return _experts(meta) | _granite(meta)
 
 
+def _grok(meta: Metadata) -> dict[str, Any]:
+    """Files say that frequencies are scaled by YaRN, which they are not in Grok 2. Defaults are Grok 1's."""
+    experts = _experts(meta)
+    return experts | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": meta.positive(".rope.freq_base", 10000.0)},
+        "residual_moe": meta.has(".ffn_up.weight"),
+        "attn_output_multiplier": meta.positive(".attention.output_scale", 128**-0.5),
+        "attn_logit_softcapping": meta.number(".attn_logit_softcapping", 30.0),
+        "router_logit_softcapping": meta.number(".router_logit_softcapping", 30.0),
+        "final_logit_softcapping": meta.number(".final_logit_softcapping", 0.0),
+        "attn_temperature_len": meta.count(".attention.temperature_length") or -1,
+        "embedding_multiplier_scale": meta.number(".embedding_scale", 78.38367176906169),
+        "output_multiplier_scale": meta.number(".logit_scale", 3**-0.5),
+        "gguf_last_norm": "layer_output_norm" if meta.has(".layer_output_norm.weight") else "post_ffw_norm",
+    }
+
+
 def _hunyuan_moe(meta: Metadata) -> dict[str, Any]:
     experts = _experts(meta)
     width = meta.size(".expert_shared_feed_forward_length", experts["moe_intermediate_size"])
@@ -354,6 +474,109 @@ def _inner_of_experts(meta: Metadata) -> dict[str, Any]:
     """Of families whose experts alone have an inner width."""
     experts = _experts(meta)
     return experts | {"intermediate_size": experts["moe_intermediate_size"]}
+
+
+def _internlm2(meta: Metadata) -> dict[str, Any]:
+    """Files have the names and the order of Llama's."""
+    return {"architectures": ["LlamaForCausalLM"]}
+
+
+def _kimi_linear(meta: Metadata) -> dict[str, Any]:
+    """Delta layers have as many heads as the others."""
+    experts = _experts(meta) | {"norm_topk_prob": True}
+    return (
+        experts
+        | latent(meta)
+        | {
+            "layer_types": ["full_attention" if heads else "linear_attention" for heads in _key_heads(meta)],
+            "linear_head_dim": meta.size(".kda.head_dim"),
+            "linear_num_heads": meta.size(".attention.head_count"),
+            "linear_conv_kernel_dim": meta.size(".ssm.conv_kernel"),
+        }
+    )
+
+
+def _sparse_layers(meta: Metadata) -> list[str]:
+    """Which layers have experts: files with no number of dense ones."""
+    tensors = meta.header.tensors
+    return ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "dense" for layer in range(meta.block_count)]
+
+
+def _by_kind(meta: Metadata, key: str, kinds: list[str]) -> dict[str, int]:
+    """A size of layers with full attention, and of those with a window; each is alike in all of them."""
+    values = meta.layers(key) or [meta.size(key)] * meta.block_count
+    found = {kind: {value for value, own in zip(values, kinds, strict=True) if own == kind} for kind in set(kinds)}
+    if any(len(own) != 1 or type(next(iter(own))) is not int for own in found.values()):
+        raise meta.wrong(key, "one number for layers with full attention, and one for those with a window")
+    result = {kind: next(iter(own)) for kind, own in found.items()}
+    return {kind: result.get(kind, next(iter(result.values()))) for kind in ("full_attention", "sliding_attention")}
+
+
+def _ropes(meta: Metadata, parts: Mapping[str, float]) -> dict[str, Any]:
+    """Rotation of layers with full attention, and of those with a window. ``parts``: of a head that are rotated."""
+    theta = meta.positive(".rope.freq_base", 10000.0)
+    bases = {"full_attention": theta, "sliding_attention": meta.positive(".rope.freq_base_swa", theta)}
+    return {
+        kind: {"rope_type": "default", "rope_theta": bases[kind], "partial_rotary_factor": part}
+        for kind, part in parts.items()
+    }
+
+
+def _mimo2(meta: Metadata) -> dict[str, Any]:
+    windows = _windows(meta, 0)
+    kinds = windows.get("layer_types") or ["full_attention"] * meta.block_count
+    heads, dim = _by_kind(meta, ".attention.head_count_kv", kinds), meta.head_dim
+    rotated = (meta.size(".rope.dimension_count", dim) + 0.5) / dim
+    return (
+        _experts(meta)
+        | windows
+        | {
+            "norm_topk_prob": True,
+            "mlp_layer_types": _sparse_layers(meta),
+            "num_key_value_heads": heads["full_attention"],
+            "swa_num_key_value_heads": heads["sliding_attention"],
+            "v_head_dim": meta.size(".attention.value_length", dim),
+            "attention_value_scale": meta.number(".attention.value_scale", 1.0),
+            "rope_parameters": _ropes(meta, dict.fromkeys(("full_attention", "sliding_attention"), rotated)),
+        }
+    )
+
+
+def _mistral4(meta: Metadata) -> dict[str, Any]:
+    return _experts(meta) | latent(meta)
+
+
+def _step35(meta: Metadata) -> dict[str, Any]:
+    """Half of a head is rotated in layers with full attention."""
+    windows, experts, dim = _windows(meta, 0), _experts(meta), meta.head_dim
+    kinds = windows.get("layer_types") or ["full_attention"] * meta.block_count
+    heads = _by_kind(meta, ".attention.head_count", kinds)
+    if _scores(meta, 2) != "sigmoid":
+        raise meta.wrong(".expert_gating_func", "2, which is sigmoid")
+    ropes = _ropes(meta, {"full_attention": 0.5, "sliding_attention": 1.0})
+    if "rope_freqs.weight" in meta.header.tensors:
+        factors = meta.floats("rope_freqs.weight", dim // 2)
+        ropes["full_attention"] |= {"rope_type": "factors", "factors": list(factors[: dim // 4])}
+    return (
+        experts
+        | windows
+        | {
+            "whole_norms": True,
+            "num_attention_heads": heads["full_attention"],
+            "num_sliding_attention_heads": heads["sliding_attention"],
+            "mlp_layer_types": _sparse_layers(meta),
+            "share_expert_dim": meta.size(".expert_shared_feed_forward_length"),
+            "moe_router_scaling_factor": experts["routed_scaling_factor"],
+            "rope_parameters": ropes,
+            "swiglu_limits": meta.numbers(".swiglu_clamp_exp"),
+            "swiglu_limits_shared": meta.numbers(".swiglu_clamp_shexp"),
+        }
+    )
+
+
+def _minicpm3(meta: Metadata) -> dict[str, Any]:
+    """Multipliers are those of all models of the family."""
+    return latent(meta)
 
 
 def _olmo(meta: Metadata) -> dict[str, Any]:
@@ -377,7 +600,7 @@ def _phimoe(meta: Metadata) -> dict[str, Any]:
 
 def _delta_nets(meta: Metadata, heads: str) -> dict[str, Any]:
     """Sizes of Qwen's gated delta nets. ``heads``: how the file has value heads."""
-    value_heads, recurrent = meta.size(".ssm.time_step_rank"), meta.layers(".attention.recurrent_layers")
+    value_heads, recurrent = meta.size(".ssm.time_step_rank"), meta.flags(".attention.recurrent_layers")
     if recurrent is None:
         every = meta.size(".full_attention_interval", 4)
         recurrent = [(layer + 1) % every != 0 for layer in range(meta.block_count)]
@@ -431,12 +654,17 @@ def _starcoder2(meta: Metadata) -> dict[str, Any]:
 
 FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "afmoe": _afmoe,
+    "apertus": _apertus,
     "arcee": _plain,
     "baichuan": _baichuan,
+    "bailingmoe": _bailing,
     "bailingmoe2": _bailing2,
     "chatglm": _plain,
     "cohere2": _cohere2,
+    "cohere2moe": _cohere2_moe,
     "command-r": _cohere,
+    "dbrx": _dbrx,
+    "deepseek32": _indexed,
     "ernie4_5-moe": _ernie,
     "exaone": _plain,
     "exaone4": _exaone4,
@@ -446,18 +674,25 @@ FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "glm-dsa": _indexed,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granitehybrid": _granite_hybrid,
     "granitemoe": _granite_moe,
+    "grok": _grok,
     "hunyuan-moe": _hunyuan_moe,
+    "internlm2": _internlm2,
+    "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
     "llama4": _llama4,
+    "mimo2": _mimo2,
+    "minicpm3": _minicpm3,
     "minimax-m2": _inner_of_experts,
     "mistral3": _plain,
+    "mistral4": _mistral4,
     "nemotron_h": _nemotron,
     "nemotron_h_moe": _nemotron,
     "olmo": _olmo,
@@ -471,6 +706,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "smollm3": _smollm3,
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,
+    "step35": _step35,
     "xverse": _plain,
 }
 """Keys of config.json by ``general.architecture``. Families that are not here: see ``gguf_description``."""

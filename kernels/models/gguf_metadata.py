@@ -75,6 +75,24 @@ class Metadata:
             raise self.wrong(key, f"a value for each of {self.block_count} layers")
         return value[: self.block_count]
 
+    def flags(self, key: str) -> list[bool] | None:
+        """Yes or no for each layer, as ``layers``."""
+        values = self.layers(key)
+        if values is None:
+            return None
+        if not all(type(one) in (bool, int) and one in (0, 1) for one in values):
+            raise self.wrong(key, f"yes or no for each of {self.block_count} layers")
+        return [bool(one) for one in values]
+
+    def numbers(self, key: str) -> list[float] | None:
+        """A finite number for each layer, where the file may have one for all; None: it has none."""
+        if self.get(key) is None:
+            return None
+        values = self.layers(key) or [self.number(key, 0.0)] * self.block_count
+        if not all(type(one) in (int, float) and math.isfinite(one) for one in values):
+            raise self.wrong(key, f"a number for each of {self.block_count} layers")
+        return values
+
     @cached_property
     def block_count(self) -> int:
         """Layers of the model, without those at the end that draft tokens. The last of them has tensors in the file, so
@@ -97,6 +115,8 @@ class Metadata:
     @property
     def head_dim(self) -> int:
         """The size of a head; of files that do not say it, what the output of attention reads over the heads."""
+        if self.get(".attention.key_length") is not None:
+            return self.size(".attention.key_length")
         heads, outputs = self.size(".attention.head_count"), self.header.tensors.items()
         output = next((info for name, info in outputs if name.endswith(".attn_output.weight")), None)
         hidden = self.size(".embedding_length")

@@ -138,7 +138,7 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Linear:
     """The experts of one layer."""
     sizes, take, mesh = _experts_of(config), builder.source.take, builder.mesh
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
-    builder.refuse_adapters((both, down))
+    adapted = moe.stacked_adapters(builder, sizes, config.hidden_size, f"{module}.experts", alternate=True)
     firsts: Sequence[Projection]
     lasts: Sequence[Projection]
     if sizes.apart:
@@ -161,7 +161,12 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Linear:
     ]
     router, bias = take([f"{module}.router.weight"]), take([f"{module}.router.bias"])
     routing, gate = Routing(sizes.chosen, sizes.normalized), ClampedGate(sizes.alpha, sizes.limit)
-    layer = builder.ops.experts.make(router, bias, experts, routing, gate)
+    layers = builder.ops.experts
+    if adapted is None:
+        layer: Linear = layers.make(router, bias, experts, routing, gate)
+    else:
+        made = layers.make_router(router, bias, routing)
+        layer = layers.make_in_turn(made, experts, routing, moe.ADAPTED, gate, adapted=adapted)
     return layer if mesh.size == 1 else _summed(mesh, layer)
 
 

@@ -30,6 +30,7 @@ __all__ = ["build", "caches", "config", "tensors"]
 _NORMS = ("pre_attn_norm", "post_attn_norm", "pre_moe_norm", "post_moe_norm")
 """Before and after attention, before and after experts and the feed-forward layer."""
 
+_IN_GGUF = ("attn_norm", "attn_output_norm", "ffn_norm")
 _HALF = math.sqrt(0.5)
 
 caches = gqa.caches
@@ -37,9 +38,11 @@ caches = gqa.caches
 
 @dataclasses.dataclass(frozen=True)
 class GrokConfig(ModelConfig):
-    """``beside``: whether a feed-forward layer stands beside the experts."""
+    """``beside``: whether a feed-forward layer stands beside the experts. ``gguf_last_norm``: the name of the last norm
+    of a layer in the GGUF file."""
 
     beside: bool = False
+    gguf_last_norm: str = ""
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -69,6 +72,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     return GrokConfig(
         **fields
         | {
+            "attention_scale": raw.number("attn_output_multiplier", 0.0),
             "attention_softcap": raw.number("attn_logit_softcapping", 30.0),
             "growth_length": max(0, length),
             "logit_softcap": raw.number("final_logit_softcapping", 0.0),
@@ -76,6 +80,7 @@ def config(raw: ConfigReader) -> ModelConfig:
             "logit_scale": raw.number("output_multiplier_scale", 1.0),
         },
         beside=raw.flag("residual_moe"),
+        gguf_last_norm=str(raw.raw.get("gguf_last_norm") or ""),
     )
 
 
@@ -86,14 +91,14 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     hidden = config.hidden_size
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield from gqa.tensors(config, f"{layer}.self_attn", "")
-        for name in _NORMS:
-            yield norm(f"{layer}.{name}", hidden)
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        for name, foreign in zip(_NORMS, (*_IN_GGUF, config.gguf_last_norm), strict=True):
+            yield norm(f"{layer}.{name}", hidden, f"{gguf}.{foreign}")
         if config.beside:
-            yield from mlp.tensors(config, f"{layer}.mlp", "")
-        yield from moe.tensors(config.experts, hidden, layer, "", NAMES)
-    yield norm("model.norm", hidden)
+            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+        yield from moe.tensors(config.experts, hidden, layer, gguf, NAMES)
+    yield norm("model.norm", hidden, "output_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:

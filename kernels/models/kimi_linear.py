@@ -27,7 +27,7 @@ from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.delta_net import DeltaConfig, GatedDeltaNet, sizes
 from kernels.models.layers.moe import ExpertNames
 from kernels.models.layers.recurrent import CausalConvolution
-from kernels.weights.tensors import Role, Split, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, Split, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["build", "caches", "config", "tensors"]
 
@@ -111,25 +111,29 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 
 
 def _mixer_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
-    module = f"model.layers.{index}.self_attn"
-    return _delta_tensors(config, module) if index in config.recurrent else mla.tensors(config, module, "")
+    module, gguf = f"model.layers.{index}.self_attn", f"blk.{index}"
+    if index in config.recurrent:
+        return _delta_tensors(config, module, gguf)
+    return mla.tensors(config, module, f"{gguf}.attn")
 
 
-def _delta_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+def _delta_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     delta, hidden = sizes(config), config.hidden_size
     heads, dim, width = delta.value_heads, delta.value_dim, delta.values
     by_head = by_outputs((width, heads))
     for part in "qkv":
-        yield from linear(f"{module}.{part}_proj", (width, hidden), by_head)
-        yield TensorSpec(f"{module}.{part}_conv1d.weight", (width, 1, delta.taps), Role.WIDE, by_head)
+        yield from linear(f"{module}.{part}_proj", (width, hidden), by_head, f"{gguf}.attn_{part}")
+        place = GgufPlace(f"{gguf}.ssm_conv1d_{part}.weight")
+        yield TensorSpec(f"{module}.{part}_conv1d.weight", (width, 1, delta.taps), Role.WIDE, by_head, place)
     for part in "fg":
-        yield from linear(f"{module}.{part}_a_proj", (dim, hidden))
-        yield from linear(f"{module}.{part}_b_proj", (width, dim), by_head)
-    yield from linear(f"{module}.b_proj", (heads, hidden), by_outputs((heads, heads)))
-    yield TensorSpec(f"{module}.A_log", (1, 1, heads, 1), Role.WIDE, Split(2, ((heads, heads),)))
-    yield TensorSpec(f"{module}.dt_bias", (width,), Role.WIDE, by_head)
-    yield norm(f"{module}.o_norm", dim)
-    yield from linear(f"{module}.o_proj", (hidden, width), by_inputs(width, heads))
+        yield from linear(f"{module}.{part}_a_proj", (dim, hidden), None, f"{gguf}.ssm_{part}_a")
+        yield from linear(f"{module}.{part}_b_proj", (width, dim), by_head, f"{gguf}.ssm_{part}_b")
+    yield from linear(f"{module}.b_proj", (heads, hidden), by_outputs((heads, heads)), f"{gguf}.ssm_beta")
+    decays, place = Split(2, ((heads, heads),)), GgufPlace(f"{gguf}.ssm_a", exponent=True)
+    yield TensorSpec(f"{module}.A_log", (1, 1, heads, 1), Role.WIDE, decays, place)
+    yield TensorSpec(f"{module}.dt_bias", (width,), Role.WIDE, by_head, GgufPlace(f"{gguf}.ssm_dt.bias"))
+    yield norm(f"{module}.o_norm", dim, f"{gguf}.ssm_norm")
+    yield from linear(f"{module}.o_proj", (hidden, width), by_inputs(width, heads), f"{gguf}.attn_output")
 
 
 def _mixer(builder: LayerBuilder, config: ModelConfig, index: int) -> AttentionLayer:

@@ -185,7 +185,7 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Experts
     sizes, take = config.experts, builder.source.take
     assert sizes is not None
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
-    builder.refuse_adapters((both, down))
+    adapted = moe.stacked_adapters(builder, sizes, config.hidden_size, f"{module}.experts")
     if sizes.apart:
         weights = moe.expert_weights(builder, sizes, f"{module}.experts")
     else:
@@ -196,4 +196,6 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Experts
     routing = Routing(sizes.chosen, sizes.normalized, sizes.scores, on_inputs=True)
     layers = builder.ops.experts
     router = layers.make_router(take([f"{module}.router.weight"]), None, routing)
+    if adapted is not None:
+        return layers.make_in_turn(router, weights, routing, moe.ADAPTED, adapted=adapted)
     return layers.make_routed(router, weights, routing)

@@ -19,6 +19,7 @@ from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.linear import norm_of_sum
+from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder, DecoderLayer
 from kernels.models.layers import mla, mlp, moe, vocabulary
@@ -159,8 +160,8 @@ class _Half:
     def feed_forward(self, normed: Tensor, wanted: Tensor | None) -> Tensor:
         """What the block adds at its end."""
         assert self.first is not None
-        assert self.first.result is not None
-        experts = self.first.result
+        experts = self.first.result.value
+        assert experts is not None
         return self.mlp(normed) + (experts if wanted is None else experts.index_select(0, wanted))
 
 
@@ -170,11 +171,9 @@ class _FirstHalf(_Half):
     def __init__(self, config: ModelConfig, builder: LayerBuilder, name: str) -> None:
         super().__init__(config, builder, name, 0)
         assert config.experts is not None
-        self.experts, self.result = moe.SparseFeedForward(builder, config.experts, name, _NAMES), None
-
-    result: Tensor | None
+        self.experts, self.result = moe.SparseFeedForward(builder, config.experts, name, _NAMES), PassValue()
 
     def feed_forward(self, normed: Tensor, wanted: Tensor | None) -> Tensor:
         """What the block adds at its end."""
-        self.result = self.experts(normed)
+        self.result.value = self.experts(normed)
         return self.mlp(normed)

@@ -25,7 +25,7 @@ from kernels.models.layers.block import SelfAttention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.gqa import head_order
 from kernels.models.layers.moe import DEEPSEEK
-from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear
 
 __all__ = ["build", "caches", "config", "tensors"]
 
@@ -138,7 +138,8 @@ def _tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec
     yield from linear(f"{module}.o_proj", (hidden, width), by_inputs(width, heads), f"{gguf}_output")
     if config.windows[index]:
         name, split = f"{module}.attention_sink_bias", by_outputs((heads, heads))
-        yield TensorSpec(name, (heads,), Role.WIDE, split, None, (f"{module}.sinks",))
+        place = GgufPlace(f"{gguf}_sinks.weight")
+        yield TensorSpec(name, (heads,), Role.WIDE, split, place, (f"{module}.sinks",))
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

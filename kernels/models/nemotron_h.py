@@ -18,13 +18,14 @@ from torch import Tensor
 from kernels.contract.caches import CacheGroup
 from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import ExpertModules
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.elementwise import ACTIVATIONS
 from kernels.devices.experts import ExpertWeights, Routing
 from kernels.devices.linear import norm_of_sum
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import gqa, mamba, recurrent, vocabulary
+from kernels.models.layers import gqa, mamba, moe, recurrent, vocabulary
 from kernels.models.layers.block import AttentionLayer, attention, plain_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.mamba import Mamba, MambaConfig, MambaKeys
@@ -234,9 +235,12 @@ class _Experts:
         assert sizes is not None
         self.mesh, self._routes = builder.mesh, builder.routes
         experts = []
-        for expert in range(sizes.count):
-            up, down = (f"{module}.experts.{expert}.{name}" for name in ("up_proj", "down_proj"))
-            builder.refuse_adapters((up, down))
+        modules = [
+            (f"{module}.experts.{expert}.up_proj", f"{module}.experts.{expert}.down_proj")
+            for expert in range(sizes.count)
+        ]
+        adapted = moe.adapted_experts(builder, ExpertModules(f"{module}.experts", modules, range(sizes.count)))
+        for up, down in modules:
             experts.append(ExpertWeights(source.projection([up]), None, source.projection([down]), None))
         correction = source.take([f"{module}.gate.e_score_correction_bias"])
         routing = Routing(
@@ -250,7 +254,9 @@ class _Experts:
             correction,
         )
         router = ops.experts.make_router(source.take([f"{module}.gate.weight"]), None, routing)
-        self.experts = ops.experts.make_in_turn(router, experts, routing, "they have no gates", ACTIVATIONS["relu2"])
+        self.experts = ops.experts.make_in_turn(
+            router, experts, routing, "they have no gates", ACTIVATIONS["relu2"], adapted=adapted
+        )
         self.ends: tuple[Linear, Linear] | None = None
         if _sizes(config).latent:
             self.ends = builder.linear(f"{module}.fc1_latent_proj"), builder.linear(f"{module}.fc2_latent_proj")

@@ -54,7 +54,12 @@ GROUP = "troupe.models"
 
 
 class UnknownArchitecture(ConfigError):
-    """No family is for the architectures of config.json."""
+    """No family has the architectures of config.json. ``named``: which these are; ``known``: those of all families."""
+
+    def __init__(self, names: list[object], known: Iterable[str]) -> None:
+        self.named = f"no supported architecture in config.json (architectures: {names})"
+        self.known = f"supported are {', '.join(sorted(known))}"
+        super().__init__(f"{self.named}; {self.known}")
 
 
 class Family(Protocol):
@@ -113,11 +118,11 @@ def _encoders(name: str, module: str, padded_positions: bool = False, positions:
 
 BUILT_IN = (
     Entry("AfmoeForCausalLM", "kernels.models.afmoe", gguf="afmoe", gguf_experts=True),
-    Entry("ApertusForCausalLM", "kernels.models.apertus"),
+    Entry("ApertusForCausalLM", "kernels.models.apertus", gguf="apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee", gguf="arcee"),
     Entry("BaiChuanForCausalLM", "kernels.models.baichuan"),
     Entry("BaichuanForCausalLM", "kernels.models.baichuan", gguf="baichuan"),
-    Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
+    Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe", gguf_experts=True),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe2", gguf_experts=True),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
@@ -126,12 +131,12 @@ BUILT_IN = (
     Entry("CLIPTextModel", "kernels.models.clip", encoder=True, positions=77, end="state"),
     Entry("CLIPTextModelWithProjection", "kernels.models.clip", encoder=True, positions=77, end="projection"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2", gguf="cohere2"),
-    Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
+    Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe", gguf="cohere2moe", gguf_experts=True),
     Entry("CohereForCausalLM", "kernels.models.cohere", gguf="command-r"),
-    Entry("DbrxForCausalLM", "kernels.models.dbrx"),
+    Entry("DbrxForCausalLM", "kernels.models.dbrx", gguf="dbrx", gguf_experts=True),
     Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
-    Entry("DeepseekV32ForCausalLM", "kernels.models.deepseek_v32"),
+    Entry("DeepseekV32ForCausalLM", "kernels.models.deepseek_v32", gguf="deepseek32", gguf_experts=True),
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe", gguf="ernie4_5-moe", gguf_experts=True),
     Entry("ExaoneForCausalLM", "kernels.models.exaone", gguf="exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),
@@ -146,28 +151,28 @@ BUILT_IN = (
     Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe", gguf="glm4moe", gguf_experts=True),
     Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite", gguf="deepseek2", gguf_experts=True),
     Entry("GlmForCausalLM", "kernels.models.glm", gguf="chatglm"),
-    Entry("GlmMoeDsaForCausalLM", "kernels.models.glm_moe_dsa"),
+    Entry("GlmMoeDsaForCausalLM", "kernels.models.glm_moe_dsa", gguf="glm-dsa", gguf_experts=True),
     Entry("GptOssForCausalLM", "kernels.models.gpt_oss", gguf="gpt-oss", gguf_experts=True),
     Entry("GraniteForCausalLM", "kernels.models.granite", gguf="granite"),
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe", gguf="granitemoe", gguf_experts=True),
     Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid", gguf="granitehybrid"),
-    Entry("Grok1ForCausalLM", "kernels.models.grok"),
+    Entry("Grok1ForCausalLM", "kernels.models.grok", gguf="grok", gguf_experts=True),
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan", gguf="hunyuan-dense"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe", gguf="hunyuan-moe", gguf_experts=True),
-    Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
-    Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
+    Entry("InternLM2ForCausalLM", "kernels.models.internlm2", gguf="internlm2"),
+    Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear", gguf="kimi-linear", gguf_experts=True),
     Entry("Lfm2ForCausalLM", "kernels.models.lfm2", gguf="lfm2"),
     Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe", gguf="lfm2moe", gguf_experts=True),
     Entry("Llama4ForCausalLM", "kernels.models.llama4", gguf="llama4", gguf_experts=True),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
-    Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash"),
-    Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
+    Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash", gguf="mimo2", gguf_experts=True),
+    Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3", gguf="minicpm3"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2", gguf="minimax-m2", gguf_experts=True),
     Entry("Ministral3ForCausalLM", "kernels.models.ministral3", gguf="mistral3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
-    Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
+    Entry("Mistral4ForCausalLM", "kernels.models.mistral4", gguf="mistral4", gguf_experts=True),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
     *_encoders("ModernBert", "kernels.models.modernbert", positions=8192),
@@ -196,7 +201,7 @@ BUILT_IN = (
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
     Entry("StableLmForCausalLM", "kernels.models.stablelm", gguf="stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2", gguf="starcoder2"),
-    Entry("Step3p5ForCausalLM", "kernels.models.step3p5"),
+    Entry("Step3p5ForCausalLM", "kernels.models.step3p5", gguf="step35", gguf_experts=True),
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
@@ -288,10 +293,7 @@ def find(architectures: Iterable[object]) -> tuple[str, Family]:
             entry = known.get(base_architecture(name)) if isinstance(name, str) else None
             if isinstance(name, str) and entry is not None:
                 return name, _load(entry)
-        raise UnknownArchitecture(
-            f"no supported architecture in config.json (architectures: {names}); "
-            f"supported are {', '.join(sorted(known))}"
-        )
+        raise UnknownArchitecture(names, known)
     return entry.architecture, _load(entry)
 
 
@@ -393,11 +395,11 @@ def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
     """The model of one rank, whose sizes are ``config``. Raises ConfigError for layers to capture that it lacks."""
-    captures = builder.captures
-    wrong = [layer for layer in captures if not 0 <= layer < config.layers]
+    captures, layers = builder.captures, builder.whole_layers or config.layers
+    wrong = [layer for layer in captures if not 0 <= layer < layers]
     if wrong or len(set(captures)) != len(captures):
         raise ConfigError(
-            f"the layers to capture, {list(captures)}, must be different ones of this model's 0 to {config.layers - 1}"
+            f"the layers to capture, {list(captures)}, must be different ones of this model's 0 to {layers - 1}"
         )
     if config.code is not None:
         from kernels.models.fallback import model as fallback
@@ -416,7 +418,7 @@ class Support:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
     ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
-    have Llama's operators alone, which native code has.
+    have operators alone that native code has.
     """
 
     architecture: str
@@ -458,8 +460,13 @@ _EXAMPLE = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
     "attn_temperature_len": 32,
+    "zero_expert_num": 1,
 }
 """A small model with everything that a family may have."""
+
+
+_ATTENTION_GATES = ("self_attn.gate_proj.weight", "self_attn.g_proj.weight")
+"""Weights of gates on attention's results, which native code lacks."""
 
 
 def families() -> tuple[Support, ...]:
@@ -486,7 +493,7 @@ def families() -> tuple[Support, ...]:
                 latent=config.latent is not None,
                 indexed=config.latent is not None and config.latent.index is not None,
                 states=config.recurrence is not None,
-                plain=_is_plain(config),
+                plain=_is_plain(config) and not any(spec.name.endswith(_ATTENTION_GATES) for spec in specs),
             )
         )
     return tuple(result)
@@ -494,7 +501,7 @@ def families() -> tuple[Support, ...]:
 
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
-    capped = config.logit_softcap > 0 or bool(config.eager_attention)
-    routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
-    plain = config.latent is None and not routed and not capped and not config.scaled_queries
+    capped = config.logit_softcap > 0 or bool(config.eager_with({"sinks"}))
+    identities = config.experts is not None and config.experts.identities > 0
+    plain = not config.indexed and not identities and not capped and not config.scaled_queries
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

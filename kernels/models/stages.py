@@ -14,13 +14,14 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from kernels.contract.errors import ConfigError
+from kernels.core.layer_context import BaseLayer, Delta, ExpertModules, LayerContext, RowAdapters
 from kernels.models.config import ModelConfig
 from kernels.models.registry import tensors
 from kernels.weights.quantization.weights import Projection, QuantizedWeight
 from kernels.weights.source import ModelSource
 from kernels.weights.tensors import TensorSpec
 
-__all__ = ["StageSource", "check_stages", "stage_config", "stage_layers"]
+__all__ = ["StageAdapters", "StageSource", "check_stages", "layer_of", "stage_config", "stage_layers"]
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is the layer's
 
@@ -44,7 +45,9 @@ def stage_config(config: ModelConfig, stage: int, size: int) -> ModelConfig:
     own = stage_layers(config.layers, stage, size)
     reason = _refusal(config)
     if reason:
-        raise ConfigError(f"{config.architecture} cannot be cut into stages, {reason}; leave --pipeline-parallel-size")
+        raise ConfigError(
+            f"{config.architecture} cannot be cut into stages, {reason}; leave --pipeline-parallel-size out"
+        )
     experts = config.experts
     if experts is not None:
         experts = dataclasses.replace(experts, layers=_moved(experts.layers, own))
@@ -97,6 +100,57 @@ def _moved(layers: Iterable[int], own: range) -> frozenset[int]:
 
 def _renamed(name: str, first: int) -> str:
     return _LAYER.sub(lambda match: f".{int(match[1]) + first}.", f"{name}.", count=1)[:-1]
+
+
+def layer_of(module: str) -> int | None:
+    """The number of the layer that a module of the whole model is in; None: it is in no layer."""
+    found = _LAYER.search(module)
+    return None if found is None else int(found[1])
+
+
+class StageAdapters:
+    """The adapters of the layers from ``first`` on, which a stage counts from 0. ``adapters``: the whole model's. See
+    ``kernels.core.layer_context.RowAdapters``."""
+
+    def __init__(self, adapters: RowAdapters, first: int) -> None:
+        self._adapters, self._first = adapters, first
+
+    @property
+    def nbytes(self) -> int:
+        return self._adapters.nbytes
+
+    @property
+    def scales(self) -> bool:
+        return self._adapters.scales
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        return self._adapters.takes(self._names(modules))
+
+    def make(self, modules: tuple[str, ...], context: LayerContext, base: BaseLayer | None = None) -> Delta | None:
+        return self._adapters.make(self._names(modules), context, base)
+
+    def make_lookup(self, module: str, context: LayerContext) -> Delta | None:
+        return self._adapters.make_lookup(module, context)
+
+    def make_head(self, module: str, context: LayerContext) -> Delta | None:
+        return self._adapters.make_head(module, context)
+
+    def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
+        (stacked,) = self._names((experts.stacked,))
+        modules = [self._names(each) for each in experts.modules]
+        return self._adapters.make_experts(dataclasses.replace(experts, stacked=stacked, modules=modules), context)
+
+    def refuse(self, modules: tuple[str, ...], reason: str) -> None:
+        self._adapters.refuse(self._names(modules), reason)
+
+    def acquire(self, index: int) -> int:
+        return self._adapters.acquire(index)
+
+    def release(self, index: int) -> None:
+        self._adapters.release(index)
+
+    def _names(self, modules: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_renamed(module, self._first) for module in modules)
 
 
 class StageSource:

@@ -117,7 +117,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         **fields
         | {
             "ropes": {layer: local for layer, window in enumerate(plain.windows) if window},
-            "norm_offset": 1.0,
+            "norm_offset": 0.0 if raw.flag("whole_norms") else 1.0,
             "attention_scale": raw.number("query_pre_attn_scalar", plain.head_dim) ** -0.5,
         },
         window_heads=_window_heads(raw, plain),
@@ -219,7 +219,8 @@ def _tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec
     assert isinstance(config, Step3p5Config)
     own = config.layer(int(module.split(".")[2]))
     yield from gqa.tensors(own, module, gguf)
-    yield from linear(f"{module}.g_proj", (own.heads, config.hidden_size), by_outputs((own.heads, own.heads)))
+    rows = by_outputs((own.heads, own.heads))
+    yield from linear(f"{module}.g_proj", (own.heads, config.hidden_size), rows, f"{gguf}_gate")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
@@ -245,6 +246,7 @@ def _feed_forward(config: Step3p5Config, builder: LayerBuilder, index: int, laye
     gate, shared_gate = (LimitedGate(one) if one else None for one in (limit, shared_limit))
     if experts is not None and index in experts.layers:
         return moe.SparseFeedForward(builder, experts, layer, _NAMES, gate, shared_gate)
+    builder = sparse.dense_builder(builder, config)
     if shared_gate is None:
         return gated_mlp(builder, config, f"{layer}.mlp")
     inner = shared_gate.after(builder, f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")

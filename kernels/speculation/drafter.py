@@ -29,6 +29,7 @@ from kernels.core.arrays import Ints, Longs
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
 from kernels.devices.prepared import VerifyOutputs
+from kernels.distributed.draft_experts import DraftExperts
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
@@ -43,7 +44,8 @@ __all__ = ["AcceptedRows", "DraftRows", "Drafter", "DrafterContext", "Observatio
 class DrafterContext:
     """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration;
     ``full_config``: the full one. ``context``: the most tokens of a sequence. ``dtype``: the target's. ``chains``:
-    whether the target verifies chains alone.
+    whether the target verifies chains alone. ``experts``: with data-parallel attention, the ranks that divide the
+    draft's experts; None: each part of attention has all of them.
     """
 
     config: RunnerConfig
@@ -56,6 +58,7 @@ class DrafterContext:
     dtype: torch.dtype
     context: int
     chains: bool = False
+    experts: DraftExperts | None = None
 
 
 @dataclass(frozen=True)

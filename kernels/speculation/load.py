@@ -22,10 +22,11 @@ from kernels.contract.errors import ConfigError, LoadError, UnsupportedError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.base import Device
 from kernels.devices.select import select_device
-from kernels.models.config import ModelConfig, local_config
+from kernels.models.config import ModelConfig
 from kernels.models.config_loader import parse_config, read_json
 from kernels.models.layers import gqa, indexer, mla, moe, pre_norm
 from kernels.models.layers.builder import LayerBuilder
+from kernels.speculation.division import divide_draft
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.weights.gguf.header import is_gguf
 from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, open_weights, read_tensor, stored_shapes
@@ -34,7 +35,7 @@ from kernels.weights.quantization.modelslim import description_file
 from kernels.weights.quantization.online import ONLINE
 from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import Projection, QuantizedWeight
-from kernels.weights.tensors import Role, Shard, Tensors, TensorSpec, embedding, linear, norm, table_of
+from kernels.weights.tensors import Role, Tensors, TensorSpec, embedding, linear, norm, table_of
 
 __all__ = [
     "DraftCheckpoint",
@@ -149,16 +150,19 @@ class DraftWeights:
     ) -> None:
         self._checkpoint = checkpoint
         self._has = tensors.keys()
-        size = context.group.size
-        self.local = local_config(dataclasses.replace(config, vocab_size=context.full_config.vocab_size), size)
+        config = dataclasses.replace(config, vocab_size=context.full_config.vocab_size)
+        division = divide_draft(context.config, context.group, context.experts, config, tensors.values())
+        self.local = division.local
         stored = (dataclasses.replace(spec, name=checkpoint.stored(spec.name)) for spec in tensors.values())
         self._loader: WeightLoader = open_weights(
             CheckpointFiles(checkpoint.path, checkpoint.load_format, context.config.random_seed),
             table_of(stored),
-            Placement(context.dtype, context.device.torch_device, Shard(context.group.rank, size)),
+            Placement(context.dtype, context.device.torch_device, division.shard),
             draft_scheme(checkpoint.path, context.config, context.settings, checkpoint.tensors),
         )
-        self.builder = LayerBuilder(self, context.device, context.group)
+        self.builder = LayerBuilder(
+            self, context.device, context.group, ep_size=division.ep_size, shared=division.shared
+        )
 
     @property
     def parameters(self) -> int:

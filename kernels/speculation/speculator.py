@@ -27,6 +27,7 @@ from kernels.speculation.drafter import Drafter, DraftRows
 from kernels.speculation.early_draft import EarlyDrafts, rows_of
 from kernels.speculation.native_drafts import NativeObservation, Raw, raw
 from kernels.speculation.observe import Observer, Run
+from kernels.speculation.stage_drafter import StageDrafter
 from kernels.speculation.verify import Samples, Verifier, VerifyResult
 from kernels.state.slots import SlotTable
 from kernels.state.step_rows import PrefilledRows, StepRows
@@ -68,6 +69,12 @@ class Speculator:
         """Whether another step of the last decodes needs no call before or after it."""
         self._unobserved = False
         """Whether the draft does not observe the running step."""
+
+    @property
+    def stage_drafter(self) -> StageDrafter:
+        """The drafter of a pipeline's stage."""
+        assert isinstance(self.drafter, StageDrafter)
+        return self.drafter
 
     @property
     def is_exact(self) -> bool:
@@ -247,6 +254,47 @@ class Speculator:
         self.drafter.record_acceptance(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
         return sound, counts, outcome[:, 2:]
 
+    # -- in the stages of a pipeline -----------------------------------------------------------------------------------
+
+    def drafts_for(self, step: StepRows, reached: npt.NDArray[np.bool_]) -> Longs:
+        """The rows of a step after which the last stage drafts. ``reached`` bool [rows]: those that sample."""
+        return np.flatnonzero(reached & self._wants[step.slots])
+
+    def draft_next(self, step: StepRows, rows: Longs, broken: npt.NDArray[np.bool_]) -> Longs:
+        """In the last stage: count and observe the step that was just launched, and draft after its ``rows``, for the
+        step that follows them. Waits for the results. -> ``StageDrafter.draft_next``.
+
+        ``broken`` bool [rows of the step]: which without draft tokens are not finite.
+        """
+        drafter, state, slots = self.stage_drafter, self.slots, step.slots[rows]
+        result = np.zeros((len(rows), drafter.width), dtype=np.int64)
+        run, self._last = self._last, None
+        if run is None:
+            return result
+        sound, counts, paths = self._count(run)
+        sound = sound & ~broken
+        seen = np.flatnonzero(sound & (self._wants[step.slots] | (step.counts > 1)))
+        if len(seen):
+            self._observer.add(run, seen, counts, paths)
+        self._observer.flush()
+        known = state.known[slots]
+        limits = np.full(len(rows), drafter.max_nodes - 1)
+        if drafter.cache_bytes:  # the draft writes to the pages that the request has by now
+            limits = np.minimum(limits, state.page_count[slots] * state.page_size - known)
+        chosen = np.flatnonzero(sound[rows] & (limits > 0) & (state.left(slots) > 1))
+        if len(chosen):
+            result[chosen] = drafter.draft_next(self._draft_rows(slots[chosen], known[chosen] - 1, limits[chosen], 0))
+        drafter.store(slots, known - 1, result)
+        return result
+
+    def follow(self, step: StepRows, samples: Samples, generations: Ints, verified: VerifyResult) -> None:
+        """In a stage that is not the last: extend slots and table by what the last one sampled and accepted."""
+        outcome = verified.outcome
+        self.verifier.append_sent(step, samples, verified.sampled.tokens, outcome.shape[1] - 2)
+        reached = np.zeros(len(step.slots), dtype=bool)
+        none: Longs = np.zeros(0, dtype=np.int64)
+        self._count(Run(step, generations, reached, None, lambda: [outcome.cpu()], None, none, none))
+
     def _drop(self) -> None:
         """Forget all tokens that the drafter has not observed; lengths are kept."""
         run, self._last = self._last, None
@@ -276,21 +324,8 @@ class Speculator:
             return step
         slots, roots, limits = slots[chosen], step.starts[chosen], limits[chosen]
         put = self.device.memory.put
-        columns = int((roots + limits).max()) // state.page_size + 1
         drafts = self.early_drafts.take_ready(slots, roots, limits, levels) or self.drafter.draft(
-            DraftRows(
-                slots=slots,
-                roots=roots,
-                pages=state.pages[slots, :columns],
-                capacity=state.page_count[slots] * state.page_size,
-                limits=limits,
-                root_tokens=state.read(slots, roots, put(roots)).to(torch.int64),
-                root_positions=put(roots),
-                device_slots=put(slots),
-                table=state.tokens,
-                noise=self.sampler.noise(slots.tolist()),
-                steps=min(levels or self.settings.num_steps, self.settings.num_steps),
-            )
+            self._draft_rows(slots, roots, limits, levels)
         )
         verifying = np.flatnonzero(drafts.nodes > 1)
         if not len(verifying):
@@ -301,6 +336,23 @@ class Speculator:
         if not set(masked).isdisjoint(chosen[verifying].tolist()):
             fetched = self.device.memory.fetch([drafts.tree.tokens, drafts.tree.parents])
         return step.with_drafts(chosen[verifying], drafts, fetched)
+
+    def _draft_rows(self, slots: Longs, roots: Longs, limits: Longs, levels: int) -> DraftRows:
+        state, put = self.slots, self.device.memory.put
+        columns = int((roots + limits).max()) // state.page_size + 1
+        return DraftRows(
+            slots=slots,
+            roots=roots,
+            pages=state.pages[slots, :columns],
+            capacity=state.page_count[slots] * state.page_size,
+            limits=limits,
+            root_tokens=state.read(slots, roots, put(roots)).to(torch.int64),
+            root_positions=put(roots),
+            device_slots=put(slots),
+            table=state.tokens,
+            noise=self.sampler.noise(slots.tolist()),
+            steps=min(levels or self.settings.num_steps, self.settings.num_steps),
+        )
 
     def draft_early(self) -> None:
         """Let the drafter draft after the step that was just launched, if it can."""

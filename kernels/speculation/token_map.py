@@ -140,7 +140,7 @@ def head_rows(
     """
     rows = ids.to(context.device.torch_device)
     if whole.tied_embeddings and context.group.size == 1:
-        return model.embeddings.lookup(rows)
+        return model.embeddings.plain.lookup(rows)
     role = Role.EMBEDDING if whole.tied_embeddings else Role.OUTPUT
     spec = next(spec for spec in tensors(whole).values() if spec.role is role)
     files = CheckpointFiles(path, load_format, context.config.random_seed)

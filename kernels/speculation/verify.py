@@ -242,12 +242,7 @@ class VerifyResult:
             1,
         )
 
-        first = np.searchsorted(samples.rows, step.decodes)
-        repeats = np.ones(len(samples.rows), dtype=np.int64)
-        repeats[first : first + step.verifies] = levels
-        ends = np.cumsum(repeats)
-        host = np.repeat(np.arange(len(repeats)), repeats)
-        places = np.arange(int(ends[-1])) - np.repeat(ends - repeats, repeats)
+        host, places = _entries(step, samples, levels)
         tops = sampled.top_counts
         if tops is not None:  # a request has one number for all its tokens
             own_first = np.concatenate(
@@ -264,6 +259,12 @@ class VerifyResult:
             top_counts=tops,
         )
         return cls(chosen, samples.rows[host], places, outcome)
+
+    @classmethod
+    def from_stage(cls, step: StepRows, samples: Samples, sampled: SampledTokens, outcome: Tensor) -> VerifyResult:
+        """What the last stage of a pipeline sent: ``sampled`` and ``outcome`` as they are there."""
+        host, places = _entries(step, samples, outcome.shape[1] - 2)
+        return cls(sampled, samples.rows[host], places, outcome)
 
     @classmethod
     def on_host(cls, step: StepRows, sampled: SampledTokens, found: AcceptedPath) -> VerifyResult:
@@ -406,7 +407,7 @@ class Verifier:
             passed = walk_here(tree, counts, after, depth)
         else:
             passed = walk(tree, put(counts), after, depth, leniency, forced)
-        self._append(step, samples, sampled, passed)
+        self.append(step, samples, sampled.tokens, passed.tokens)
         if self._here and step.verifies == len(step.rows) and sampled.logprobs is None:
             verified = VerifyResult.on_host(step, sampled, passed)
         else:
@@ -483,15 +484,24 @@ class Verifier:
             warm.index_select(0, first),
         )
 
-    def _append(self, step: StepRows, samples: Samples, sampled: SampledTokens, path: AcceptedPath) -> None:
-        """Append the sampled tokens to the table. In rows that verified the host counts them in ``begin_step``."""
+    def append(self, step: StepRows, samples: Samples, sampled: Tensor, path: Tensor) -> None:
+        """Append the sampled tokens to the table: ``sampled`` int64 [samples], and in rows that verified ``path`` int64
+        [verified rows, levels], which the host counts in ``begin_step``."""
         state, put, part = self._slots, self._device.memory.put, samples.verified
         if part.start > 0 or part.stop < len(samples.slots):
             index = np.concatenate((np.arange(part.start), np.arange(part.stop, len(samples.slots))))
             slots = samples.slots[index]
-            tokens = sampled.tokens.index_select(0, put(index))
+            tokens = sampled.index_select(0, put(index))
             state.append(slots, put(slots), put(samples.lengths[index]), tokens)
-        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, path.tokens)
+        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, path)
+
+    def append_sent(self, step: StepRows, samples: Samples, tokens: Tensor, levels: int) -> None:
+        """``append`` in a stage of a pipeline that is not the last. ``tokens`` int64 [entries]: as in
+        ``VerifyResult``."""
+        part, count = samples.verified, step.verifies * levels
+        sampled = torch.zeros(len(samples.slots), dtype=tokens.dtype, device=tokens.device)
+        sampled[: part.start], sampled[part.stop :] = tokens[: part.start], tokens[part.start + count :]
+        self.append(step, samples, sampled, tokens[part.start : part.start + count].view(step.verifies, levels))
 
     def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[Any]) -> None:
         """Move the keys and values of accepted nodes to consecutive positions."""
@@ -511,6 +521,16 @@ class Verifier:
             move_latent(caches, source, target)
         else:
             self._device.cache.move_all(caches, source, target, path.shape[1])
+
+
+def _entries(step: StepRows, samples: Samples, levels: int) -> tuple[Longs, Longs]:
+    """Of each entry of ``VerifyResult.sampled`` the index in ``samples.rows``, and its level."""
+    first = np.searchsorted(samples.rows, step.decodes)
+    repeats = np.ones(len(samples.rows), dtype=np.int64)
+    repeats[first : first + step.verifies] = levels
+    ends = np.cumsum(repeats)
+    host = np.repeat(np.arange(len(repeats)), repeats)
+    return host, np.arange(int(ends[-1])) - np.repeat(ends - repeats, repeats)
 
 
 def _places(counts: Longs, width: int) -> Longs:

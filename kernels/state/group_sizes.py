@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kernels.contract.caches import CacheGroup, GroupPages, Latent, Paged, State, Window
+from kernels.contract.errors import ConfigError
 
 __all__ = ["GroupBytes", "GroupSizes", "snapshot_pages"]
 
@@ -44,7 +45,7 @@ class GroupSizes:
     """The sizes of each group's pages, independent of the available memory.
 
     page_size: tokens of a main page. slots: sequences that may run. step_tokens: of the largest step. context: tokens
-    that a sequence may have.
+    that a sequence may have. max_states, state_ratio: as in RunnerConfig.
     """
 
     groups: tuple[GroupPages, ...]
@@ -52,6 +53,8 @@ class GroupSizes:
     slots: int
     step_tokens: int
     context: int
+    max_states: int = 0
+    state_ratio: float = 0.0
 
     @classmethod
     def from_groups(
@@ -62,8 +65,10 @@ class GroupSizes:
         slots: int,
         step_tokens: int,
         context: int,
+        *,
+        snapshot_tokens: int = 0,
     ) -> GroupSizes:
-        """token_bytes: of one token in one layer."""
+        """token_bytes: of one token in one layer. snapshot_tokens: between snapshots of a state; 0: by its size."""
         result: list[GroupPages] = []
         pages = 0  # bytes of a page of tokens, over all groups that keep tokens
         for group in groups:
@@ -78,7 +83,9 @@ class GroupSizes:
         sized = [
             group
             if group.page_tokens
-            else msgspec.structs.replace(group, page_tokens=page_size * snapshot_pages(group.page_bytes, pages))
+            else msgspec.structs.replace(
+                group, page_tokens=snapshot_tokens or page_size * snapshot_pages(group.page_bytes, pages)
+            )
             for group in result
         ]
         return cls(tuple(sized), page_size, slots, step_tokens, context)
@@ -86,6 +93,15 @@ class GroupSizes:
     def with_drafts(self, tokens: int) -> GroupSizes:
         """The sizes for steps that verify up to so many draft tokens of a sequence."""
         return replace(self, groups=tuple(msgspec.structs.replace(group, draft_tokens=tokens) for group in self.groups))
+
+    def with_states(self, max_states: int, ratio: float) -> GroupSizes:
+        """The sizes with so many states, or with ``ratio`` times the memory of main pages for them; 0: by the slots.
+        Raises ConfigError for fewer than one sequence needs."""
+        result = replace(self, max_states=max_states, state_ratio=ratio)
+        for group in self.groups:
+            if isinstance(group.group.spec, State) and 0 < max_states < (least := self._one(group)):
+                raise ConfigError(f"max_mamba_cache_size is {max_states}, and one sequence needs {least}; raise it")
+        return result
 
     @property
     def token_bytes(self) -> int:
@@ -118,11 +134,19 @@ class GroupSizes:
     def _bounded(self, group: GroupPages, pages: int) -> int:
         """Pages of the group: enough for one sequence, at most as many as all slots can use, but for snapshots of
         states. The states of all slots may take more memory than there is: sequences then wait for pages."""
-        columns = group.columns(self.context, self.page_size)
-        one = min(group.sequence_pages(self.page_size), columns) + group.step_pages(self.step_tokens)
+        columns, one = group.columns(self.context, self.page_size), self._one(group)
+        if isinstance(group.group.spec, State) and self.max_states:
+            return self.max_states
+        if isinstance(group.group.spec, State) and self.state_ratio:
+            return max(one, int(self.state_ratio * pages * self.page_size * self.token_bytes / group.page_bytes))
         all_slots = self.slots * min(group.sequence_pages(self.page_size), columns)
         all_slots += group.step_pages(self.step_tokens)
         shared = pages * self.page_size // (group.page_tokens * _SHARE)
         if isinstance(group.group.spec, Window):
             return max(one, min(all_slots, shared))
         return max(one, shared, min(all_slots, _STATES * pages * self.page_size // group.page_tokens))
+
+    def _one(self, group: GroupPages) -> int:
+        """Pages that one sequence needs."""
+        columns = group.columns(self.context, self.page_size)
+        return min(group.sequence_pages(self.page_size), columns) + group.step_pages(self.step_tokens)

@@ -6,6 +6,7 @@ and its pages get a new owner, while a step that writes to them is in flight.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ __all__ = ["InFlightWrites", "StepWrites"]
 
 @dataclass(frozen=True, eq=False)
 class StepWrites:
-    """The pages that a step writes to. Row r belongs to the request of ``slots[r]`` and ``generations[r]``, and writes
-    to the columns ``first[r] .. last[r]`` of its pages.
+    """The pages that the step ``number`` writes to. Row r belongs to the request of ``slots[r]`` and
+    ``generations[r]``, and writes to the columns ``first[r] .. last[r]`` of its pages.
 
     ``pages`` int32 [rows, columns].
     """
@@ -31,6 +32,7 @@ class StepWrites:
     first: Longs
     last: Longs
     pages: Ints
+    number: int = 0
 
     def pages_of(self, slot: int, generation: int) -> list[int]:
         """Pages that this request writes to."""
@@ -53,6 +55,8 @@ class InFlightWrites:
     waits for results finishes steps."""
 
     def __init__(self) -> None:
+        self.kept_from = sys.maxsize
+        """``take_broken`` leaves steps of this number and later ones."""
         self._running: list[StepWrites] = []
         self._finished: deque[tuple[StepWrites, Sequence[RowError]]] = deque()
 
@@ -72,7 +76,7 @@ class InFlightWrites:
     def take_broken(self) -> list[tuple[StepWrites, RowError]]:
         """Forget the finished steps. -> their rows that are not finite, each with its step's writes."""
         result: list[tuple[StepWrites, RowError]] = []
-        while self._finished:
+        while self._finished and self._finished[0][0].number < self.kept_from:
             writes, nonfinite = self._finished.popleft()
             self._running.remove(writes)
             result += [(writes, error) for error in nonfinite]

@@ -76,6 +76,7 @@ class SlotUpdates:
                 if self._rows is not None:
                     place = self._rows.adapters.acquire(admission.adapter)
                     self._adapters[admission.slot] = admission.adapter, place
+                    self._rows.places[admission.slot] = place
                     self._rows.assign(unpack_ints(admission.pages), place)
                 elif admission.adapter:
                     raise SlotError("this runner has no adapters; see --enable-lora")
@@ -90,6 +91,8 @@ class SlotUpdates:
                 self._drop(admission.slot)
                 invalid = isinstance(error, GrammarError)
                 failed.append(RowError(admission.slot, admission.generation, str(error), invalid))
+        if self._rows is not None:
+            self._rows.used = any(number for number, _ in self._adapters.values())
         failed += self.grant(batch) if granted is None else granted
 
     def grant(self, batch: StepBatch) -> list[RowError]:

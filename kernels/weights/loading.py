@@ -210,7 +210,7 @@ class WeightLoader:
 
     def _advance(self, count: int) -> None:
         self._taken += count
-        self._progress(self._taken / len(self._tensors))
+        self._progress(min(1.0, self._taken / len(self._tensors)))
 
 
 def _parts_of(whole: QuantizedWeight, parts: Sequence[Part]) -> QuantizedWeight:

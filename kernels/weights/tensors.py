@@ -83,13 +83,15 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One of the ``size`` ranks that a model's tensors are divided over. ``experts``: the rank among those that share
-    layers of experts, if these are others. ``ep_size``: parts that the experts of a layer are divided into first; each
-    part is divided over ``size / ep_size`` consecutive ranks."""
+    layers of experts, if these are others; ``routed_alone``: they share no expert that all tokens take. ``ep_size``:
+    parts that the experts of a layer are divided into first; each part is divided over ``size / ep_size`` consecutive
+    ranks."""
 
     rank: int = 0
     size: int = 1
     experts: Shard | None = None
     ep_size: int = 1
+    routed_alone: bool = False
 
     @property
     def within_part(self) -> Shard:
@@ -178,6 +180,8 @@ class GgufPlace:
         """The file's shape of a tensor of ``shape``; a convolution has one matrix for all channels there."""
         if self.rows is not None:
             shape = (self.rows.stored, *shape[1:])
+        if self.exponent:
+            return (math.prod(shape),)
         return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
@@ -206,7 +210,7 @@ class TensorSpec:
     ``name``: its Hugging Face name, which ends in ``.weight`` or ``.bias``. ``split``: how ranks divide it; None: each
     rank has all of it. ``gguf``: None where GGUF files have no such tensor. ``aliases``: other names in safetensors.
     ``unread``: tensors that safetensors may hold beside it and that are not read. ``of_experts``: it is of a layer of
-    experts, which more ranks may share than the others.
+    experts, which more ranks may share than the others; ``for_all``: of the expert of it that all tokens take.
     """
 
     name: str
@@ -218,6 +222,7 @@ class TensorSpec:
     stacked: StackedExpert | None = None
     unread: tuple[str, ...] = ()
     of_experts: bool = False
+    for_all: bool = False
 
     @property
     def module(self) -> str:
@@ -246,7 +251,8 @@ class TensorSpec:
 
     def parts(self, shard: Shard) -> tuple[Part, ...]:
         """The parts that a rank holds, in order; empty: the whole tensor. Of an expert: those of a rank that has it."""
-        own = shard.experts if self.of_experts and shard.experts is not None else shard
+        shared = self.of_experts and not (self.for_all and shard.routed_alone)
+        own = shard.experts if shared and shard.experts is not None else shard
         if self.is_placed:
             own = own.within_part
         return () if self.split is None or own.size == 1 else self.split.parts(own)

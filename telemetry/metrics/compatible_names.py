@@ -92,8 +92,12 @@ class _Recent:
 
 
 def _optional(name: str) -> Callable[[_Own], Samples | None]:
-    """The metrics that an engine without speculation does not have."""
+    """The metrics that an engine without speculation, or without adapters, does not have."""
     return lambda own: own.get(name)
+
+
+def _adapting(of: Callable[[_Own], float]) -> Callable[[_Own], Samples | None]:
+    return lambda own: of(own) if "troupe_adapter_slots" in own else None
 
 
 def _speculating(of: Callable[[_Own], float]) -> Callable[[_Own], Samples | None]:
@@ -149,6 +153,11 @@ def _cache_config(own: _Own) -> Samples | None:
     return {(str(size), str(pages)): 1.0} if pages is not None and size is not None else None
 
 
+def _adapter_states(own: _Own) -> Samples | None:
+    states = own.get("adapter_states")
+    return dict.fromkeys(states, time.time()) if isinstance(states, Mapping) else None
+
+
 def _vllm() -> _Table:
     table = _Table("vllm")
     gauge, counter = table.gauge, table.counter
@@ -174,6 +183,9 @@ def _vllm() -> _Table:
         _optional("speculative_positions"),
         "position",
     )
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    spec = MetricSpec("vllm:lora_requests_info", "gauge", "Running and waiting adapters; value: the time.", labels)
+    table[spec.name] = (spec, _adapter_states)
     spec = MetricSpec("vllm:cache_config_info", "gauge", "The cache's pages.", ("block_size", "num_gpu_blocks"))
     table[spec.name] = (spec, _cache_config)
     return table
@@ -241,6 +253,10 @@ def _sglang() -> _Table:
         "cache_source",
     )
     counter("num_retracted_requests_total", "Preemptions.", _value("troupe_preemptions_total"))
+    used, places = "troupe_adapter_slots_used", "troupe_adapter_slots"
+    gauge("lora_pool_slots_used", "Occupied adapter slots.", _optional(used))
+    gauge("lora_pool_slots_total", "Adapter slots.", _optional(places))
+    gauge("lora_pool_utilization", "Share of adapter slots in use, 0 to 1.", _adapting(_share(used, places)))
     accepted, drafts, drafted = "speculative_accepted_tokens", "speculative_drafts", "speculative_draft_tokens"
     gauge("spec_accept_length", "Tokens of a verification lately.", _lengths(_Recent(accepted, drafts)))
     gauge("spec_accept_rate", "Share of draft tokens accepted lately.", _speculating(_Recent(accepted, drafted)))

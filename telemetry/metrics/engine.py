@@ -24,9 +24,9 @@ from telemetry.metrics.streams import StreamMetrics
 if TYPE_CHECKING:
     from telemetry.timeline import Timelines
 
-__all__ = ["EngineMetrics"]
+__all__ = ["LABELLED", "EngineMetrics"]
 
-_CUSTOM = frozenset(
+LABELLED = frozenset(
     {
         "gen_ai_server_request_duration_seconds",
         "gen_ai_server_time_to_first_token_seconds",
@@ -35,7 +35,7 @@ _CUSTOM = frozenset(
         "troupe_tokens_total",
     }
 )
-"""Metrics with the custom labels."""
+"""Metrics with the custom labels, and with ``adapter``."""
 
 
 class EngineMetrics:
@@ -64,10 +64,9 @@ class EngineMetrics:
         self._collectors: list[Collector] = []
         if not options.enabled:
             return
+        labels = (*options.custom_labels, "adapter") if options.adapters else options.custom_labels
         specs = [
-            msgspec.structs.replace(spec, labels=(*spec.labels, *options.custom_labels))
-            if spec.name in _CUSTOM
-            else spec
+            msgspec.structs.replace(spec, labels=(*spec.labels, *labels)) if spec.name in LABELLED else spec
             for spec in METRICS.values()
         ]
         self._collectors.append(Exposition(specs, (self.read,)))

@@ -93,9 +93,16 @@ _SCHEDULING = (
     _histogram("troupe_step_seconds", "From sending a step to its result."),
     _histogram("troupe_step_rows", "Sequences in a step."),
     _counter("troupe_step_tokens_total", "Tokens run by steps: prefill, decode.", "mode"),
-    _counter("troupe_step_rows_total", "Rows of steps by execution: graph, eager.", "execution"),
+    _counter("troupe_step_rows_total", "Rows of steps by execution: graph, eager, two_batches.", "execution"),
     _counter("troupe_step_phase_seconds_total", "Seconds of the worker by phase: queued, prepare, run.", "phase"),
     _counter("troupe_generated_tokens_total", "Sampled tokens."),
+    _counter("troupe_pipeline_seconds_total", "Seconds in which a pipeline had a step in flight.", "replica"),
+    _counter(
+        "troupe_pipeline_stage_seconds_total",
+        "Seconds in which a worker of the pipeline computed. Not on asynchronous devices (GPUs).",
+        "replica",
+        "worker",
+    ),
 )
 
 _SPECULATION = (
@@ -130,6 +137,30 @@ _EXPERTS = (
         "layer",
     ),
     _gauge("troupe_expert_recorded_steps", "Steps in the record of expert distribution."),
+    _counter(
+        "troupe_expert_rebalances_total",
+        "Rebalances of --enable-eplb, including those that kept the placement.",
+        "replica",
+    ),
+    _counter("troupe_expert_moves_total", "Physical experts that --enable-eplb replaced.", "replica"),
+    _gauge(
+        "troupe_expert_rank_utilization",
+        "Mean of the ranks' tokens divided by their maximum, before the last rebalance of experts.",
+        "replica",
+    ),
+    _gauge("troupe_expert_move_seconds", "Longest wait of one step in the last rebalance of experts.", "replica"),
+)
+
+_ADAPTERS = (
+    _gauge("troupe_adapters_loaded", "LoRA adapters that requests may name."),
+    _gauge("troupe_adapter_slots", "Adapter slots on the devices of all replicas."),
+    _gauge("troupe_adapter_slots_used", "Occupied adapter slots on the devices of all replicas."),
+    _gauge(
+        "troupe_adapter_requests",
+        "Live requests of an adapter by state: running, waiting. The first 100 names are kept; later ones are other.",
+        "adapter",
+        "state",
+    ),
 )
 
 _CACHE = (
@@ -194,12 +225,22 @@ _PROCESS = (
     ),
     _gauge("troupe_context_tokens", "Tokens a sequence may have."),
     _gauge("troupe_max_running_requests", "Sequences that may run at once."),
-    _gauge("troupe_weight_bytes", "Bytes of the model's weights."),
-    _gauge("troupe_cache_bytes", "Bytes of the key-value cache."),
+    _gauge("troupe_weight_bytes", "Bytes of the model's weights on all devices that run it together."),
+    _gauge("troupe_cache_bytes", "Bytes of the key-value cache on all devices that run the model together."),
 )
 
 METRICS: dict[str, MetricSpec] = {
     spec.name: spec
-    for spec in (*_REQUESTS, *_SCHEDULING, *_SPECULATION, *_ADMISSION, *_EXPERTS, *_CACHE, *_RUNTIME, *_PROCESS)
+    for spec in (
+        *_REQUESTS,
+        *_SCHEDULING,
+        *_SPECULATION,
+        *_ADMISSION,
+        *_EXPERTS,
+        *_ADAPTERS,
+        *_CACHE,
+        *_RUNTIME,
+        *_PROCESS,
+    )
 }
 """By name, in order of the exposition."""

@@ -8,12 +8,15 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["CUSTOM_LABEL", "ForeignNames", "MetricOptions", "token_buckets"]
+__all__ = ["ADAPTER", "CUSTOM_LABEL", "ForeignNames", "MetricOptions", "token_buckets"]
 
 ForeignNames = Literal["sglang", "vllm"]
 
 CUSTOM_LABEL = "troupe.label."
 """The prefix of request attributes that are custom labels: ``troupe.label.team`` fills the label ``team``."""
+
+ADAPTER = "troupe.adapter"
+"""The attribute of a request with the name of its LoRA adapter."""
 
 _MAX_BUCKETS = 200
 
@@ -30,6 +33,7 @@ class MetricOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_buckets: tuple[float, ...] | None = None
     generation_token_buckets: tuple[float, ...] | None = None
     custom_labels: tuple[str, ...] = ()
+    adapters: bool = False  # the metrics with custom labels have the label ``adapter``, too
 
 
 def token_buckets(rule: Sequence[str]) -> tuple[float, ...] | None:

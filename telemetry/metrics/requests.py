@@ -10,7 +10,7 @@ from telemetry.metrics.exposition import Samples
 from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.label_limiter import LabelLimiter
 from telemetry.metrics.names import PROVIDER
-from telemetry.metrics.options import CUSTOM_LABEL, MetricOptions
+from telemetry.metrics.options import ADAPTER, CUSTOM_LABEL, MetricOptions
 from telemetry.timeline import Hop, Mark, RequestTimeline
 
 __all__ = ["FIRST_TOKEN_BUCKETS", "PER_TOKEN_BUCKETS", "RequestMetrics"]
@@ -65,6 +65,7 @@ class RequestMetrics:
         self._duration_bounds = options.duration_buckets or _DURATION
         self._error_types: LabelLimiter[str] = LabelLimiter("other")
         self._custom: LabelLimiter[tuple[str, ...]] = LabelLimiter(("other",) * len(options.custom_labels))
+        self.adapter_label: LabelLimiter[str] = LabelLimiter("other")
         self.duration: dict[tuple[str, ...], Histogram] = {}
         self.first_token: dict[tuple[str, ...], Histogram] = {}
         self.per_token: dict[tuple[str, ...], Histogram] = {}
@@ -78,8 +79,10 @@ class RequestMetrics:
         self.ended_by: Counter[tuple[str, ...]] = Counter()
         self.tokens: Counter[tuple[str, ...]] = Counter()
         if not options.custom_labels:
-            self.ended_by.update({(reason,): 0 for reason in ("stop", "length", "abort", "error", "rejected")})
-            self.tokens.update({("input",): 0, ("output",): 0})
+            none = ("",) if options.adapters else ()
+            reasons = ("stop", "length", "abort", "error", "rejected")
+            self.ended_by.update({(reason, *none): 0 for reason in reasons})
+            self.tokens.update({("input", *none): 0, ("output", *none): 0})
         self.cached_tokens = 0
         self.prompt_tokens = 0  # of prompts that were run
         self.resumed = 0
@@ -107,12 +110,15 @@ class RequestMetrics:
             histogram.add(value)
 
     def _labels(self, timeline: RequestTimeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The GenAI labels of a request, and its custom ones."""
+        """The GenAI labels of a request; its custom ones and its adapter, empty without one."""
         custom: tuple[str, ...] = ()
         if self._options.custom_labels:
             request = timeline.request
             given = (str(request.get(CUSTOM_LABEL + name, "")) for name in self._options.custom_labels)
             custom = self._custom(tuple(value[:64] for value in given))
+        if self._options.adapters:
+            adapter = str(timeline.request.get(ADAPTER, ""))
+            custom = (*custom, self.adapter_label(adapter) if adapter else "")  # none is not one of the names
         return (timeline.operation, PROVIDER, self._model), custom
 
     def _into(

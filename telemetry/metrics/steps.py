@@ -45,6 +45,7 @@ class StepMetrics:
         self.generated_tokens = 0
         self.graph_rows = 0
         self.eager_rows = 0
+        self.divided_rows = 0
         self.queued_seconds = 0.0
         self.prepare_seconds = 0.0
         self.run_seconds = 0.0
@@ -55,6 +56,8 @@ class StepMetrics:
         self.log: StepLog | None = None
         self.tokens: list[Histogram] = []  # of a step; the same
         self.warming_up = False  # only warm-up steps run, whose times belong to no client
+        self._in_flight: dict[int, float] = {}  # seconds with a step in flight, by replica
+        self._stages: dict[tuple[int, str], float] = {}  # those in which a worker of a pipeline computed
         self._answered: dict[int, float] = {}  # when the last step was, by replica
 
     def answered(
@@ -67,16 +70,20 @@ class StepMetrics:
         queued: float,
         prepare: float,
         run: float,
+        divided: bool = False,
     ) -> None:
         """Count a step's result. ``generated``: tokens given to sequences; ``graph_rows``: rows that ran in a captured
-        graph; the other parameters are the worker's seconds."""
+        graph; ``divided``: whether it ran as two batches; the other parameters are the worker's seconds."""
         rows = shape.decodes + shape.prefills
         self.steps += 1
         self.prefill_tokens += shape.prefill_tokens
         self.decode_tokens += shape.decodes
         self.generated_tokens += generated
         self.graph_rows += graph_rows
-        self.eager_rows += rows - graph_rows
+        if divided:
+            self.divided_rows += rows
+        else:
+            self.eager_rows += rows - graph_rows
         self.queued_seconds += queued
         self.prepare_seconds += prepare
         self.run_seconds += run
@@ -95,6 +102,26 @@ class StepMetrics:
         if self.log is not None:
             self.log.answered(shape, now, generated=generated, graph_rows=graph_rows)
 
+    def had_steps(self, replica: int, seconds: float) -> None:
+        """Count seconds in which a replica had a step in flight."""
+        self._in_flight[replica] = self._in_flight.get(replica, 0.0) + seconds
+
+    def stage_ran(self, replica: int, worker: str, seconds: float) -> None:
+        """Count seconds in which a worker of a pipeline's stage computed."""
+        key = replica, worker
+        self._stages[key] = self._stages.get(key, 0.0) + seconds
+
+    def _pipeline(self) -> Mapping[str, Samples]:
+        if not self._stages:
+            return {}
+        replicas = {replica for replica, _ in self._stages}
+        return {
+            "troupe_pipeline_seconds_total": {(str(each),): self._in_flight.get(each, 0.0) for each in replicas},
+            "troupe_pipeline_stage_seconds_total": {
+                (str(replica), worker): seconds for (replica, worker), seconds in tuple(self._stages.items())
+            },
+        }
+
     def interrupted(self, replica: int = 0) -> None:
         """Forget lost steps: the next tokens come after a gap that is no inter-token latency."""
         self._answered.pop(replica, None)
@@ -102,11 +129,16 @@ class StepMetrics:
     def readings(self) -> Mapping[str, Samples]:
         return {
             **self.speculation.readings(),
+            **self._pipeline(),
             "troupe_steps_total": self.steps,
             "troupe_step_seconds": self.seconds,
             "troupe_step_rows": self.rows,
             "troupe_step_tokens_total": {("prefill",): self.prefill_tokens, ("decode",): self.decode_tokens},
-            "troupe_step_rows_total": {("graph",): self.graph_rows, ("eager",): self.eager_rows},
+            "troupe_step_rows_total": {
+                ("graph",): self.graph_rows,
+                ("eager",): self.eager_rows,
+                **({("two_batches",): self.divided_rows} if self.divided_rows else {}),
+            },
             "troupe_step_phase_seconds_total": {
                 ("queued",): self.queued_seconds,
                 ("prepare",): self.prepare_seconds,

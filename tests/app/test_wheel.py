@@ -50,5 +50,6 @@ def test_wheel_holds_no_corpus_trainer_or_test(wheel: set[str]) -> None:
     assert {name.split("/")[0] for name in ours} == {"app", "actors", "kernels", "telemetry"}
     assert {name for name in ours if name.startswith("app/understudy/") and name.endswith(".py")} == {
         "app/understudy/__init__.py",
+        "app/understudy/adapters/__init__.py",
         "app/understudy/drafts/__init__.py",
     }

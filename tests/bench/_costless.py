@@ -105,6 +105,7 @@ class CostlessStep:
     """A step that is done at a given moment (``time.monotonic``)."""
 
     idle_work = None
+    stage_seconds = 0.0
 
     def __init__(self, result: StepResult, at: float) -> None:
         self._result = result

@@ -7,9 +7,11 @@ is the process that was called; only it prints and records.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +57,9 @@ class Ranks(msgspec.Struct, frozen=True):
 
 @contextmanager
 def started_ranks(ranks: int, stages: int, parts: int, arguments: Sequence[str]) -> Iterator[Ranks]:
-    """The ``ranks`` of each stage; rank 0 starts the others with its own ``arguments``, and ends them."""
+    """The ``ranks`` of each stage; rank 0 starts the others with its own ``arguments``, and ends them.
+
+    If another rank dies, rank 0 exits at once: it would wait for it in a collective."""
     size = ranks * stages
     rank, _, place = os.environ.get(_VARIABLE, "").partition(":")
     if rank:
@@ -64,13 +68,28 @@ def started_ranks(ranks: int, stages: int, parts: int, arguments: Sequence[str])
     with tempfile.TemporaryDirectory() as folder:
         others: list[subprocess.Popen[bytes]] = []
         words = [word for word in arguments if word != "--record"]
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.2):
+                for number, process in enumerate(others, start=1):
+                    if process.poll():
+                        print(f"rank {number} of {size} exited with code {process.returncode}", file=sys.stderr)
+                        for other in others:
+                            other.kill()
+                        shutil.rmtree(folder, ignore_errors=True)
+                        sys.stderr.flush()
+                        os._exit(1)  # the main thread heeds nothing
+
         try:
             for other in range(1, size):
                 command = [sys.executable, "-m", "tests.bench", "device", *words]
                 environment = os.environ | {_VARIABLE: f"{other}:{folder}"}
                 others.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+            threading.Thread(target=watch, daemon=True).start()
             yield Ranks(size, 0, Path(folder), stages, parts)
         finally:
+            over.set()
             for process in others:
                 process.kill()  # one in a collective heeds nothing else
                 process.wait()

@@ -1,17 +1,19 @@
 """Measure steps of a model runner on the CPU, in process, without a server.
 
-    python -m tests.bench cpu [--models tiny understudy 0.6b moe] [--against CHECKOUT] [--rounds 5]
-                              [--deterministic]
+    python -m tests.bench cpu [--models tiny understudy 0.6b moe sinks glm latent] [--against CHECKOUT]
+                              [--rounds 5] [--deterministic]
 
 Milliseconds of a decode step at 1, 8 and 32 rows (contexts of 128 tokens and longer), prompt tokens a second of
 prefill chunks, and the bytes of weights that a decode step reads a second, beside what this machine's memory gives in
 the same run to one thread and to all. Where weights come from memory, so do keys and values: what a step reads of both
 is set against what memory gives in the same round, whose reading goes up and down by the minute; medians count.
 ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights, ``moe`` is one of Qwen3-MoE whose tokens take 4 of 32
-experts; ``understudy`` is the included model, and 0.6b-Q8_0.gguf a file of that shape. ``--against``: another checkout
-of Troupe, measured in turns with this one; the ratio is old time over new. ``--clock cpu`` counts processor time of all
-threads, which neighbours on a shared machine disturb less. ``--deterministic``: beside it, in turns, the same checkout
-with --enable-deterministic-inference; the ratio is the time with it over that without.
+experts, ``sinks`` one of gpt-oss and ``glm`` one of GLM-4.5 with as many, ``latent`` one of DeepSeek-V2 with
+V2-Lite's heads (MLA); ``understudy`` is the included model, and 0.6b-Q8_0.gguf a file of
+that shape. ``--against``: another checkout of Troupe, measured in turns with this one; the ratio is old time over new.
+``--clock cpu`` counts processor time of all threads, which neighbours on a shared machine disturb less.
+``--deterministic``: beside it, in turns, the same checkout with --enable-deterministic-inference; the ratio is the time
+with it over that without.
 """
 
 from __future__ import annotations
@@ -68,16 +70,67 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 512,
     },
+    "sinks": {
+        "hidden_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "vocab_size": 8192,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
+    "glm": {
+        "hidden_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 2048,
+        "vocab_size": 8192,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "latent": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 2048,
+        "vocab_size": 8192,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 512,
+        "first_k_dense_replace": 1,
+    },
 }
 
 
 def described(shape: str) -> dict[str, Any]:
     """The config.json of one of ``SHAPES``."""
     sizes = SHAPES[shape]
-    sparse = "num_experts" in sizes
+    family = ("Qwen3MoeForCausalLM", "qwen3_moe") if "num_experts" in sizes else ("Qwen3ForCausalLM", "qwen3")
+    architecture, model_type = ("GptOssForCausalLM", "gpt_oss") if "sliding_window" in sizes else family
+    if "n_group" in sizes:
+        architecture, model_type = "Glm4MoeForCausalLM", "glm4_moe"
+    if "kv_lora_rank" in sizes:
+        architecture, model_type = "DeepseekV2ForCausalLM", "deepseek_v2"
     return sizes | {
-        "architectures": ["Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if sparse else "qwen3",
+        "architectures": [architecture],
+        "model_type": model_type,
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
         "max_position_embeddings": 40960,
@@ -143,12 +196,12 @@ class _Steps:
         assert not result.failed, result.failed
         return taken
 
-    def decode(self, rows: int, steps: int) -> float:
-        """Milliseconds of a decode step, the median."""
-        left = PROMPT
+    def decode(self, rows: int, steps: int, prompt: int) -> float:
+        """Milliseconds of a decode step, the median, behind prompts of so many tokens."""
+        left = prompt
         while left:  # chunks of all rows within a step's tokens
             chunk = min(left, 2048 // rows)
-            self._run([chunk] * rows, PROMPT if left == PROMPT else 0, left == PROMPT)
+            self._run([chunk] * rows, prompt if left == prompt else 0, left == prompt)
             left -= chunk
         return 1e3 * statistics.median(self._run([1] * rows) for _ in range(steps))
 
@@ -184,11 +237,11 @@ def _shape(name: str) -> str:
     return name.split("-")[0]
 
 
-def _read(name: str, rows: int, steps: int) -> float:
+def _read(name: str, rows: int, steps: int, prompt: int) -> float:
     """Bytes of keys and values that a decode step reads."""
     sizes = SHAPES[_shape(name)]
     token = sizes["num_hidden_layers"] * 2 * sizes["num_key_value_heads"] * sizes["head_dim"] * 2
-    return token * rows * (PROMPT + (steps + 1) / 2)
+    return token * rows * (prompt + (steps + 1) / 2)
 
 
 def _child(path: str, load_format: str, threads: int, clock: str, invariant: bool) -> None:
@@ -202,8 +255,11 @@ def _child(path: str, load_format: str, threads: int, clock: str, invariant: boo
     steps = _Steps(path, load_format, threads, clock, invariant)
     print(steps.info.weight_bytes, flush=True)
     for line in sys.stdin:
-        what, size, count = line.split()
-        print(steps.decode(int(size), int(count)) if what == "decode" else steps.prefill(int(size)), flush=True)
+        what, size, count = line.rsplit(maxsplit=2)
+        if what == "prefill":
+            print(steps.prefill(int(size)), flush=True)
+        else:
+            print(steps.decode(int(size), int(count), int(what.rpartition(" ")[2])), flush=True)
 
 
 def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
@@ -237,19 +293,21 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
         sides.append(Checkout(ROOT, *given, "invariant"))
     elif arguments.against is not None:
         sides.append(Checkout(arguments.against.resolve(), *given, ""))
-    points = [("decode", rows) for rows in arguments.rows] + [("prefill", tokens) for tokens in arguments.prefill]
+    points = [("decode", rows) for rows in arguments.rows]
+    points += [("prefill", tokens) for tokens in arguments.prefill]
     from tests.bench._record import record  # which another checkout may not have
 
     for what, size in points:
         times: list[list[float]] = [[] for _ in sides]
         sizes = SHAPES.get(_shape(name), {})
-        sparse = "num_experts" in sizes  # a step reads some of its weights
+        sparse = "num_experts_per_tok" in sizes  # a step reads some of its weights
         by_bytes = what == "decode" and not sparse
         from_memory = by_bytes and bool(sizes) and sides[0].weight_bytes > _CACHED
         rates: list[float] = []
         for turn in range(arguments.rounds):
+            asked = what if what == "prefill" else f"{what} behind {arguments.prompt}"
             for side in (range(len(sides)), reversed(range(len(sides))))[turn % 2]:
-                times[side].append(sides[side].ask(what, size, arguments.steps))
+                times[side].append(sides[side].ask(asked, size, arguments.steps))
             rates += [memory.rate()] if from_memory else []
         new = statistics.median(times[0])
         rate = sides[0].weight_bytes / new / 1e6 if by_bytes else size / new * 1e3
@@ -257,11 +315,12 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
         against = f" {statistics.median(times[1]):.2f} | {statistics.median(ratios):.2f} |" if len(sides) > 1 else ""
         unit = "GB/s" if by_bytes else "tokens/s"
         if from_memory:
-            read = sides[0].weight_bytes + _read(name, size, arguments.steps)
+            read = sides[0].weight_bytes + _read(name, size, arguments.steps, arguments.prompt)
             shares = [1e5 * read / taken / held for taken, held in zip(times[0], rates, strict=True)]
             unit += f", {statistics.median(shares):.0f} % of memory's"
-        print(f"| {name} | {what} {size} | {new:.2f} | {rate:.{1 if by_bytes else 0}f} {unit} |{against}")
-        point, clock = f"{name} {what} {size}", "processor time" if arguments.clock == "cpu" else "time"
+        behind = f" behind {arguments.prompt}" if what == "decode" and arguments.prompt != PROMPT else ""
+        print(f"| {name} | {what} {size}{behind} | {new:.2f} | {rate:.{1 if by_bytes else 0}f} {unit} |{against}")
+        point, clock = f"{name} {what} {size}{behind}", "processor time" if arguments.clock == "cpu" else "time"
         record(point, clock, times[0], "ms")
         if from_memory:
             record(point, "of the memory's rate", shares, "%")
@@ -288,6 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     other.add_argument("--against", type=Path, help="another checkout of Troupe")
     other.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference as well")
     parser.add_argument("--rows", type=int, nargs="*", default=DECODES, help="of each decode step")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens that each row has before it decodes")
     parser.add_argument("--prefill", type=int, nargs="*", default=PREFILLS, help="tokens of each chunk")
     parser.add_argument("--rounds", type=int, default=5, help="of each measurement; medians count")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a round; their median counts")

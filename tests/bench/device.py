@@ -168,7 +168,8 @@ def main(arguments: list[str]) -> None:
         print(HEADER)
         for row in rows:
             print(row.line())
-            record(row.name, "time" if row.unit in ("ms", "s") else "throughput", row.values, row.unit)
+            point = f"{row.name}, plain {given.plain}" if given.plain else row.name
+            record(point, "time" if row.unit in ("ms", "s") else "throughput", row.values, row.unit)
             for even in rows if row.routing else ():
                 if (even.model, even.point, even.routing) == (row.model, row.point, ""):
                     print(f"| {row.model} | {row.point} {row.routing} | {row.speed(even):.3f} times even | | | | |")

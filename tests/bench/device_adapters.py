@@ -7,12 +7,11 @@ Adapters of rank 16 change all linear layers of attention and feed-forward; prom
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 from pathlib import Path
 
 from kernels.contract.adapters import AdapterSettings
-from tests.bench._device_rows import SHAPES, write_model
+from tests.bench._device_rows import write_model
 from tests.bench._device_runner import Requests, load
 from tests.bench._record import record
 
@@ -25,10 +24,12 @@ _PROMPT, _OUTPUT, _ROUNDS = 512, 128, 3
 
 def adapters(names: list[str], directory: Path) -> None:
     """Measure, print and record models: rounds without adapters, then those with them on a runner of their own."""
+    from tests.kits.adapters import adapted_modules, save_adapter
+
     print("\n| model | streams | adapters | tokens/s | of those without |\n|---|---|---|---|---|", flush=True)
     for name in names:
         path = write_model(name, directory)
-        adapter = _write_adapter(SHAPES[name], directory / f"adapter-{name}")
+        adapter = save_adapter(directory / f"adapter-{name}", adapted_modules(path), 1, _RANK, scale=5e-5)
         base = _measure(name, path, None, ("not loaded",), {})
         _measure(name, path, adapter, ("none", "1", str(_LOADED)), base)
 
@@ -66,37 +67,3 @@ def _measure(
 
     torch.cuda.empty_cache()
     return result
-
-
-def _write_adapter(shape: dict[str, object], directory: Path) -> Path:
-    """An adapter of made-up numbers for all layers of a model like Llama."""
-    import torch
-    from safetensors.torch import save_file
-
-    sizes = {key: value for key, value in shape.items() if isinstance(value, int)}
-    hidden, inner, head = sizes["hidden_size"], sizes["intermediate_size"], sizes.get("head_dim", 0)
-    head = head or hidden // sizes["num_attention_heads"]
-    queries, keys = head * sizes["num_attention_heads"], head * sizes["num_key_value_heads"]
-    modules = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    generator = torch.Generator().manual_seed(1)
-    tensors = {}
-    for layer in range(sizes["num_hidden_layers"]):
-        for module, (outputs, inputs) in modules.items():
-            place = f"base_model.model.model.layers.{layer}.{module}"
-            for side, rows, columns in (("A", _RANK, inputs), ("B", outputs, _RANK)):
-                numbers = torch.randn(rows, columns, generator=generator) * 0.01
-                tensors[f"{place}.lora_{side}.weight"] = numbers.bfloat16()
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    targets = sorted({module.split(".")[1] for module in modules})
-    config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": targets}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory

@@ -5,7 +5,8 @@
     python -m tests.bench peers --results F --table                                   # only print what is in the file
 
 DIR holds, for each NAME of ``--model``, a folder NAME as Hugging Face has them and, for llama.cpp, NAME-bf16.gguf.
-A name such as tiny:Q8_0 is the file tiny-Q8_0.gguf, which Troupe and llama.cpp serve.
+A name such as tiny:Q8_0 is the file tiny-Q8_0.gguf, which Troupe and llama.cpp serve. ``tiny``, ``0.6b`` and ``moe`` of
+the results are the shapes of ``tests.bench cpu`` with made-up weights.
 An engine whose program is neither given nor found on PATH is left out. A point is ``concurrency:input:output tokens``,
 run as ``tests.bench serving`` does. Each engine is started once and timed to its first answer; then the engines take
 turns, round by round, each warmed up at each point before it counts. Who has no turn is held (SIGSTOP): idle servers

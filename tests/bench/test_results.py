@@ -15,9 +15,10 @@ from tests.bench.results import PAGE, main, number, page, verdict
 
 XEON = Machine("Xeon", "amx", 2)
 RECORDED = {
-    "chaos", "clients", "cpu", "crowd", "device", "embeddings", "engine", "grammar", "hop", "latent", "neighbours",
-    "npu_host", "observability", "online", "peers", "planner", "products", "quantization", "recording", "sampling",
-    "scale", "serving", "soak", "speculative", "understudy",
+    "adapter_loading", "adapters", "chaos", "clients", "context_parallel", "cpu", "crowd", "device", "embeddings",
+    "engine", "expert_exchange", "expert_moves", "grammar", "hop", "latent", "neighbours", "npu_host",
+    "observability", "online", "overlap", "peers", "pipeline", "planner", "products", "quantization", "recording",
+    "sampling", "scale", "serving", "soak", "speculative", "understudy",
 }  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
 from tests.kits.fallback import RUNS, TABLE
-from tests.kits.families import COMPARED, architecture
+from tests.kits.families import COMPARED, PROOFS, architecture
 
-__all__ = ["architectures", "code", "code_architectures", "matrix"]
+__all__ = ["architectures", "code", "code_architectures", "matrix", "proofs"]
 
 DEVICES: Mapping[str, DeviceFeatures] = {"CPU": features_of(CpuDevice(1)), "NVIDIA GPU": CUDA, "Ascend NPU¹": NPU}
 FEATURES: Mapping[str, str] = {
@@ -31,6 +31,9 @@ FEATURES: Mapping[str, str] = {
 }
 _TESTED: Mapping[str, str] = {"NVIDIA GPU": "cuda", "Ascend NPU¹": "npu"}
 """Columns whose cells are marked where no test compares a family's answers."""
+
+
+_PROVEN: Mapping[str, str] = {"cpu": "C", "cuda": "G", "npu": "N"}
 
 
 def matrix() -> str:
@@ -48,10 +51,36 @@ def matrix() -> str:
     legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
     npu = (
         " ¹ The NPU code has run on a simulator under the real torch_npu, never on NPU hardware. Latent attention is "
-        "captured there in DeepSeek's sizes alone."
+        "captured there in DeepSeek's sizes alone. On a CPU DeepSeek V2 has no programs, as it groups experts; V2-Lite "
+        "has."
     )
     untested = " ² No test compares this family's answers on this device." if "²" in table else ""
-    return f"{table}\n\n{legend}.{npu}{untested}"
+    proofs = " [What tests compare](.github/docs/models.md#what-tests-compare), by family and device."
+    return f"{table}\n\n{legend}.{npu}{untested}{proofs}"
+
+
+def proofs() -> str:
+    """A row for the families that tests compare alike, a column for each property: the devices where they do."""
+    modules = {entry.architecture: entry.module for entry in BUILT_IN}
+    tested = {
+        (feature, device): {modules[architecture(name)] for name in names}
+        for feature, devices in PROOFS.items()
+        for device, names in devices.items()
+    }
+    alike: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for name, own, cells in _families():
+        captures = dict(zip(DEVICES, cells, strict=False))
+        found = []
+        for feature in PROOFS:
+            letters = []
+            for column, (device, letter) in zip(DEVICES, _PROVEN.items(), strict=True):
+                possible = feature != "graphs" or "G" in captures[column]
+                if possible and modules[own] in tested.get((feature, device), ()):
+                    letters.append(letter)
+            found.append(" ".join(letters) or "–")
+        alike[tuple(found)].add(name)
+    rows = sorted(([("; ".join(sorted(names))), *found] for found, names in alike.items()), key=lambda row: row[0])
+    return _table(["families", *PROOFS], rows)
 
 
 def architectures() -> str:

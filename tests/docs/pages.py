@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.docs.matrix import architectures, code, matrix
+from tests.docs.matrix import architectures, code, matrix, proofs
 from tests.docs.options import options
 
 __all__ = ["PAGES", "ROOT", "generated", "stale_pages", "write_pages"]
@@ -17,7 +17,7 @@ __all__ = ["PAGES", "ROOT", "generated", "stale_pages", "write_pages"]
 ROOT = Path(__file__).parents[2]
 PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     ROOT / "README.md": {"matrix": matrix},
-    ROOT / ".github/docs/models.md": {"architectures": architectures, "code": code},
+    ROOT / ".github/docs/models.md": {"architectures": architectures, "code": code, "proofs": proofs},
     ROOT / ".github/docs/arguments.md": {"options": options},
 }
 """Each page and its generated parts: name -> Markdown."""

@@ -2,23 +2,35 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
-__all__ = ["held_address", "hold_port", "port_of"]
+__all__ = ["held_address", "hold_port", "hold_two_ports", "port_of"]
 
 
-def hold_port() -> socket.socket:
-    """Bind a free port of 127.0.0.1, which stays reserved until it is closed. Servers that set SO_REUSEADDR may listen
-    there meanwhile.
+def hold_port(number: int = 0) -> socket.socket:
+    """Bind a free port of 127.0.0.1, or this one, which stays reserved until it is closed. Servers that set
+    SO_REUSEADDR may listen there meanwhile.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    held.bind(("127.0.0.1", number))
     return held
 
 
 def port_of(held: socket.socket) -> int:
     return int(held.getsockname()[1])
+
+
+@contextmanager
+def hold_two_ports() -> Iterator[int]:
+    """The first of two free ports in a row, both reserved until the end of the context."""
+    with ExitStack() as tried:
+        while True:
+            first = tried.enter_context(hold_port())
+            with suppress(OSError, OverflowError):
+                tried.enter_context(hold_port(port_of(first) + 1))
+                break
+        yield port_of(first)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.waiting import PATIENCE
 
-__all__ = ["answered", "browser", "needs_browser", "open_page", "wait_frames"]
+__all__ = ["answered", "browser", "has_no_horizontal_scroll", "needs_browser", "open_page", "wait_frames"]
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package: pip install -e .[browser]")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -73,3 +73,13 @@ def wait_frames(page: Any, more: int = 2) -> None:
     page.wait_for_function("() => Number(document.body.dataset.frame) > 0")
     seen = page.evaluate("() => Number(document.body.dataset.frame)")
     page.wait_for_function("n => Number(document.body.dataset.frame) >= n", arg=seen + more)
+
+
+def has_no_horizontal_scroll(page: Any) -> bool:
+    """Whether nothing on the page is wider than its place."""
+    return bool(
+        page.evaluate(
+            "() => [...document.querySelectorAll('html, body, main, .stage, .chat, .transcript')]"
+            ".every((part) => part.scrollWidth <= part.clientWidth)"
+        )
+    )

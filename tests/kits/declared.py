@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from kernels.models.config_loader import read_config
 from kernels.models.registry import tensors
@@ -10,7 +15,7 @@ from kernels.weights.gguf.checkpoint import GgufCheckpoint
 from kernels.weights.gguf.header import read_header
 from kernels.weights.tensors import Role, Tensors, TensorSpec
 
-__all__ = ["declared", "open_gguf", "shapes_of", "spec_of"]
+__all__ = ["declared", "made_up_model", "open_gguf", "shapes_of", "spec_of"]
 
 
 def declared(path: str | Path) -> Tensors:
@@ -20,6 +25,19 @@ def declared(path: str | Path) -> Tensors:
 
 def shapes_of(path: str | Path) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in declared(path).items()}
+
+
+def made_up_model(path: Path, config: dict[str, Any], scale: float) -> Path:
+    """A model of ``config`` in the directory ``path``: matrices of bfloat16 random numbers times ``scale``, norms about
+    one."""
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(shape, generator=generator).mul_(scale).add_(len(shape) == 1).bfloat16()
+        for name, shape in shapes_of(path).items()
+    }
+    save_file(weights, path / "model.safetensors")
+    return path
 
 
 def open_gguf(file: str | Path) -> GgufCheckpoint:

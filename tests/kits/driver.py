@@ -22,7 +22,6 @@ __all__ = [
     "DEEPSEEK",
     "DELTA",
     "DENSE",
-    "DIVIDED",
     "EXPERTS",
     "FALCON",
     "FAMILIES",
@@ -85,6 +84,7 @@ class Driver:
         self.number = 0
         self.record_experts: RecordedExperts = ""
         self.pass_tokens: tuple[int, ...] = ()
+        self.unanswered = 0
         self.free_bounded = [list(range(1, group.num_pages)) for group in info.bounded_groups]
         self.bounded: dict[int, list[list[int]]] = {}  # pages of each bounded group, by slot
         self._granted_bounded: list[list[tuple[int, int]]] = [[] for _ in self.free_bounded]
@@ -169,6 +169,7 @@ class Driver:
                 unobserved=unobserved,
                 record_experts=self.record_experts,
                 pass_tokens=self.pass_tokens,
+                unanswered=self.unanswered,
             )
         )
         self._admitted, self._released, self._granted = [], [], []
@@ -197,6 +198,15 @@ class Driver:
         while len(self.tokens[slot]) < length:
             assert not self.step([(slot, self.pending(slot))]).failed
         return self.tokens[slot]
+
+    def generate_together(self, prompts: Sequence[list[int]], length: int) -> list[list[int]]:
+        """Run each prompt alone, then decode all until each has ``length`` tokens in all."""
+        for slot, prompt in enumerate(prompts, start=1):
+            self.admit(slot, prompt)
+            assert not self.step([(slot, len(prompt))]).failed
+        while rows := [(slot, 1) for slot, tokens in self.tokens.items() if len(tokens) < length]:
+            assert not self.step(rows).failed
+        return [self.tokens[slot] for slot in sorted(self.tokens)]
 
 
 LLAMA3_ROPE = {
@@ -489,27 +499,6 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         | {"lm_head_bias": True},
     ),
 }
-
-DIVIDED = (
-    "cohere2-moe",
-    "dbrx",
-    "ernie4.5-moe-biased",
-    "exaone-moe",
-    "gemma",
-    "gemma4",
-    "gemma4-equal",
-    "gemma4-moe",
-    "hunyuan",
-    "hunyuan-moe",
-    "llama4",
-    "longcat-flash",
-    "mimo-v2-flash",
-    "ministral3",
-    "olmo",
-    "olmoe-clipped",
-    "phimoe",
-)
-"""Families that also run on two ranks, with a vocabulary that is divided by two."""
 
 DELTA = {
     "head_dim": 16,

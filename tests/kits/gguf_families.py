@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.kits.gguf_writer import F32, kind_of
+from tests.kits.gguf_writer import F32, kind_of, llama3_factors
 
 __all__ = ["write_family"]
 
@@ -24,14 +24,14 @@ Tensors = dict[str, torch.Tensor]
 Own = Callable[[gguf.GGUFWriter, dict[str, Any], Tensors], Tensors]
 
 
-def write_family(model: Path, file: Path, kind: str = "F32", **overrides: Any) -> Path:
-    """The checkpoint ``model`` as ``file``. Matrices have type ``kind`` where their rows allow it. ``overrides``: keys
-    of config.json that the converter would find otherwise."""
+def write_family(model: Path, file: Path, kind: str = "F32", *, head: str = "", **overrides: Any) -> Path:
+    """The checkpoint ``model`` as ``file``. Matrices have type ``kind`` where their rows allow it, the output to the
+    vocabulary ``head`` if it is given. ``overrides``: keys of config.json that the converter would find otherwise."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8")) | overrides
     config = {_SAME_KEYS.get(key, key): value for key, value in config.items()}
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
     arch = _ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(file, _OTHER_NAMES.get(config["architectures"][0], gguf.MODEL_ARCH_NAMES[arch]))
     _sizes(writer, config)
     tensors = _corrections(load_file(model / "model.safetensors"))
     if config.get("tie_word_embeddings"):
@@ -42,6 +42,7 @@ def write_family(model: Path, file: Path, kind: str = "F32", **overrides: Any) -
         values, router = tensor.float().contiguous().numpy(), name.endswith((".gate.weight", ".gate.wg.weight"))
         fits = values.ndim > 1 and not router and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
         chosen = kind_of(kind) if fits else F32
+        chosen = kind_of(head) if head and name == "lm_head.weight" else chosen
         own = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         writer.add_tensor(own, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
@@ -57,18 +58,27 @@ _SAME_KEYS = {
     "ffn_hidden_size": "intermediate_size",
     "multi_query_group_num": "num_key_value_heads",
     "seq_length": "max_position_embeddings",
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "max_seq_len": "max_position_embeddings",
     "layernorm_epsilon": "rms_norm_eps",
     "layer_norm_epsilon": "rms_norm_eps",
 }
 
 _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "ApertusForCausalLM": gguf.MODEL_ARCH.APERTUS,
     "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
     "BaichuanForCausalLM": gguf.MODEL_ARCH.BAICHUAN,
+    "BailingMoeForCausalLM": gguf.MODEL_ARCH.BAILINGMOE,
     "BailingMoeV2ForCausalLM": gguf.MODEL_ARCH.BAILINGMOE2,
     "ChatGLMModel": gguf.MODEL_ARCH.CHATGLM,
     "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
+    "Cohere2MoeForCausalLM": gguf.MODEL_ARCH.COHERE2,
     "CohereForCausalLM": gguf.MODEL_ARCH.COMMAND_R,
+    "DbrxForCausalLM": gguf.MODEL_ARCH.DBRX,
+    "DeepseekV32ForCausalLM": gguf.MODEL_ARCH.GLM_DSA,
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
     "ExaoneForCausalLM": gguf.MODEL_ARCH.EXAONE,
@@ -81,16 +91,23 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "GlmForCausalLM": gguf.MODEL_ARCH.CHATGLM,
+    "GlmMoeDsaForCausalLM": gguf.MODEL_ARCH.GLM_DSA,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
     "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "Grok1ForCausalLM": gguf.MODEL_ARCH.GROK,
     "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "InternLM2ForCausalLM": gguf.MODEL_ARCH.INTERNLM2,
+    "KimiLinearForCausalLM": gguf.MODEL_ARCH.KIMI_LINEAR,
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
     "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
     "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
+    "MiMoV2FlashForCausalLM": gguf.MODEL_ARCH.MIMO2,
+    "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3,
     "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
     "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "Mistral4ForCausalLM": gguf.MODEL_ARCH.MISTRAL4,
     "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
     "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
@@ -104,8 +121,13 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM,
     "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2,
+    "Step3p5ForCausalLM": gguf.MODEL_ARCH.STEP35,
     "XverseForCausalLM": gguf.MODEL_ARCH.XVERSE,
 }
+
+
+_OTHER_NAMES = {"Cohere2MoeForCausalLM": "cohere2moe", "DeepseekV32ForCausalLM": "deepseek32"}
+"""Names that older gguf packages lack, of architectures with another one's tensors."""
 
 
 def _sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -127,11 +149,12 @@ def _sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if count := next((config[key] for key in experts if config.get(key)), 0):
         writer.add_expert_count(count)
-    used = ("num_experts_per_tok", "moe_k", "moe_topk")
+    used = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
     if count and (chosen := next((config[key] for key in used if config.get(key)), 0)):
         writer.add_expert_used_count(chosen)
     for key, add in {
         "n_group": writer.add_expert_group_count,
+        "num_expert_group": writer.add_expert_group_count,
         "topk_group": writer.add_expert_group_used_count,
         "routed_scaling_factor": writer.add_expert_weights_scale,
         "norm_topk_prob": writer.add_expert_weights_norm,
@@ -149,6 +172,8 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     if "sliding_attention" in stated:
         writer.add_rope_freq_base_swa(stated["sliding_attention"]["rope_theta"])
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, _head_dim(config)))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -218,11 +243,41 @@ def _afmoe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) ->
     return {name.replace(".expert_bias", ".expert_bias.bias"): held for name, held in tensors.items()}
 
 
+def _apertus(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    for part, add in {
+        "alpha_p": writer.add_xielu_alpha_p,
+        "alpha_n": writer.add_xielu_alpha_n,
+        "beta": writer.add_xielu_beta,
+        "eps": writer.add_xielu_eps,
+    }.items():
+        layers = range(config["num_hidden_layers"])
+        add([tensors.pop(f"model.layers.{layer}.mlp.act_fn.{part}").float().item() for layer in layers])
+    return tensors
+
+
 def _baichuan(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     result = {}
     for name, held in tensors.items():
         parts = zip("qkv", held.chunk(3), strict=True) if ".W_pack." in name else ()
         result |= {name.replace("W_pack", f"{part}_proj"): each for part, each in parts} or {name: held}
+    return _llama(writer, config, result)
+
+
+def _bailing(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(1.0)
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    keys, result = config["num_key_value_heads"] * _head_dim(config), {}
+    for name, held in tensors.items():
+        if ".query_key_value." in name:
+            parts = zip("qkv", held.tensor_split((len(held) - 2 * keys, len(held) - keys)), strict=True)
+            result |= {
+                name.replace("attention.query_key_value", f"self_attn.{part}_proj"): each for part, each in parts
+            }
+        elif name == "lm_head.weight" and config.get("norm_head"):
+            result[name] = held / (held.norm(dim=0, keepdim=True) + 1e-7)
+        else:
+            result[name.replace("attention.dense", "self_attn.o_proj")] = held
     return _llama(writer, config, result)
 
 
@@ -243,9 +298,46 @@ def _chatglm(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) 
 
 
 def _cohere2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
-    _windows(writer, config, pattern=False)
+    experts = "num_experts" in config
+    _windows(writer, config, pattern=experts)
     writer.add_rope_dimension_count(_head_dim(config))
-    return tensors
+    if not experts:
+        return tensors
+    _without(writer, "feed_forward_length")
+    kinds = config["mlp_layer_types"]
+    writer.add_feed_forward_length(config["prefix_dense_intermediate_size"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_leading_dense_block_count(kinds.index("sparse"))
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_shared_feed_forward_length(config["num_shared_experts"] * config["intermediate_size"])
+    choice = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
+    writer.add_expert_gating_func(choice[config["expert_selection_fn"]])
+    result, names = {}, {"gate.weight": "gate_inp"}
+    for part in ("gate", "up", "down"):
+        names |= {f"experts.{part}_proj.weight": f"{part}_exps", f"shared_experts.{part}_proj.weight": f"{part}_shexp"}
+    for name, held in _stacked(tensors).items():
+        own = names.get(name.partition(".mlp.")[2])
+        result[f"blk.{name.split('.')[2]}.ffn_{own}.weight" if own else name] = held
+    return result
+
+
+def _dbrx(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    attention, sparse = config["attn_config"], config["ffn_config"]
+    writer.kv_data[0].pop("dbrx.attention.head_count_kv")
+    writer.kv_data[0].pop("dbrx.feed_forward_length")
+    writer.add_feed_forward_length(sparse["ffn_hidden_size"])
+    writer.add_head_count_kv(attention["kv_n_heads"])
+    writer.add_clamp_kqv(attention["clip_qkv"])
+    writer.add_expert_count(sparse["moe_num_experts"])
+    writer.add_expert_used_count(sparse["moe_top_k"])
+    writer.add_layer_norm_eps(1e-5)
+    result = {}
+    for name, held in tensors.items():
+        if ".experts.mlp." in name:
+            held = held.view(sparse["moe_num_experts"], sparse["ffn_hidden_size"], -1)
+            name, held = f"{name}.weight", held.transpose(1, 2) if name.endswith("w2") else held
+        result[name] = held
+    return result
 
 
 def _ernie(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -358,10 +450,185 @@ def _granite(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) 
     return result
 
 
+def _grok(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    for key, add in {
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "router_logit_softcapping": writer.add_router_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "attn_temperature_len": writer.add_attn_temperature_length,
+        "embedding_multiplier_scale": writer.add_embedding_scale,
+        "output_multiplier_scale": writer.add_logit_scale,
+    }.items():
+        add(config[key])
+    writer.add_attn_output_scale(_head_dim(config) ** -0.5)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(16.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
+    return _by_projection(tensors)
+
+
+def _by_projection(tensors: Tensors) -> Tensors:
+    """Mixtral's names of experts."""
+    experts = {"w1": "gate", "w2": "down", "w3": "up"}
+    result = {}
+    for name, held in _stacked(tensors).items():
+        if ".experts." in name:
+            name = f"blk.{name.split('.')[2]}.ffn_{experts[name.split('.')[-2]]}_exps.weight"
+        result[name] = held
+    return result
+
+
 def _hunyuan_moe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_expert_shared_count(1)
+    return tensors
+
+
+def _internlm2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    kv_heads, dim, result = config["num_key_value_heads"], _head_dim(config), {}
+    for name, held in tensors.items():
+        if ".wqkv." in name:
+            groups = held.unflatten(0, (kv_heads, -1, dim))
+            parts = zip("qkv", groups.tensor_split((-2, -1), 1), strict=True)
+            result |= {
+                name.replace("attention.wqkv", f"self_attn.{part}_proj"): each.flatten(0, 2) for part, each in parts
+            }
+        else:
+            result[name] = held
+    return _llama(writer, config, result)
+
+
+def _without(writer: gguf.GGUFWriter, *keys: str) -> None:
+    """Take keys of ``_sizes`` away, so that others can be in their place."""
+    for key in keys:
+        writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
+
+
+_LATENT_KEYS = ("attention.key_length", "attention.value_length", "rope.dimension_count", "attention.head_count_kv")
+
+
+def _latent(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """As DeepSeek's files since April 2025, without those of its first architecture."""
+    _without(writer, *_LATENT_KEYS)
+    rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    writer.add_head_count_kv(1)
+    writer.add_kv_lora_rank(rank)
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotated)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    writer.add_expert_shared_count(config.get("n_shared_experts") or config["num_shared_experts"])
+    kinds = config.get("mlp_layer_types")
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"] if kinds is None else kinds.index("sparse"))
+    result = {}
+    for name, held in tensors.items():
+        if name.endswith(".kv_b_proj.weight"):
+            both = held.view(config["num_attention_heads"], -1, rank)
+            keys, values = both.split((config["qk_nope_head_dim"], config["v_head_dim"]), 1)
+            result[name.replace("kv_b_proj", "k_b_proj")] = keys.transpose(1, 2).contiguous()
+            result[name.replace("kv_b_proj", "v_b_proj")] = values.contiguous()
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            part = "gate_up" if "gate_up" in name else "down"
+            result[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = held
+        else:
+            result[name] = held
+    return result
+
+
+def _indexed(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    writer.add_indexer_head_count(config["index_n_heads"])
+    writer.add_indexer_key_length(config["index_head_dim"])
+    writer.add_indexer_top_k(config["index_topk"])
+    if config.get("indexer_types") and writer.arch == "glm-dsa":
+        kinds = [kind == "full" for kind in config["indexer_types"]]
+        writer.add_array("glm-dsa.attention.indexer.types", kinds)
+    return _latent(writer, config, tensors)
+
+
+def _kimi_linear(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    result = _latent(writer, config, _by_projection(tensors))
+    kinds = config["layer_types"]
+    _without(writer, "attention.head_count_kv")
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in kinds])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_ssm_conv_kernel(config.get("linear_conv_kernel_dim", 4))
+    for name in list(result):
+        held = result[name]
+        if name.endswith("A_log"):
+            result[name] = -held.exp().view(1, 1, -1, 1)
+        elif "_conv1d." in name:
+            result[name] = held.view(1, len(held), 1, -1)
+        elif name.endswith("dt_bias"):
+            result[name.replace("dt_bias", "dt_proj.bias")] = result.pop(name)
+    return result
+
+
+def _mimo2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    kinds = config["layer_types"]
+    _without(writer, *_LATENT_KEYS)
+    full = config["num_key_value_heads"]
+    writer.add_head_count_kv([full if kind == "full_attention" else 2 * full for kind in kinds])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_rope_dimension_count(int(0.334 * config["head_dim"]))
+    _windows(writer, config)
+    writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
+    names = (".attention_sink_bias", ".sinks")
+    result = {f"{name}.weight" if name.endswith(names) else name: held for name, held in tensors.items()}
+    for name in [name for name in result if ".layers.1." in name and name.endswith("q_proj.weight")]:
+        parts = [name.replace("q_proj", f"{part}_proj") for part in "qkv"]
+        result["blk.1.attn_qkv.weight"] = torch.cat([result.pop(part) for part in parts])
+    return result
+
+
+def _mistral4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    return _latent(writer, config, tensors)
+
+
+def _step35(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    count, other = config["num_hidden_layers"], config["attention_other_setting"]["num_attention_heads"]
+    kinds = config["layer_types"][:count]
+    _without(writer, "rope.dimension_count", "attention.head_count", "attention.head_count_kv", "rope.freq_base")
+    writer.add_head_count([other if kind == "sliding_attention" else config["num_attention_heads"] for kind in kinds])
+    writer.add_head_count_kv([config["num_attention_groups"]] * count)
+    writer.add_rope_freq_base(config["rope_theta"][0])
+    writer.add_rope_freq_base_swa(config["rope_theta"][1])
+    if config.get("rope_scaling"):  # of layers with full attention, which rotate half a head; then ones
+        half = llama3_factors(
+            {"rope_theta": config["rope_theta"][0], **config["rope_scaling"]}, config["head_dim"] // 2
+        )
+        writer.add_tensor("rope_freqs.weight", np.concatenate((half, np.ones_like(half))))
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_expert_used_count(config["moe_top_k"])
+    writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
+    writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
+    writer.add_expert_weights_norm(True)
+    writer.add_leading_dense_block_count(1)
+    writer.add_array("step35.swiglu_clamp_exp", [float(limit or 0.0) for limit in config["swiglu_limits"][:count]])
+    shared = [float(limit or 0.0) for limit in config["swiglu_limits_shared"][:count]]
+    writer.add_array("step35.swiglu_clamp_shexp", shared)
+    result = {}
+    for name, held in _stacked(tensors).items():
+        held = held + 1.0 if name.endswith("norm.weight") else held
+        name = name.replace(".moe.experts.", ".moe.")
+        result[f"{name}.bias" if name.endswith(".router_bias") else name] = held
+    return result
+
+
+def _minicpm3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _without(writer, *_LATENT_KEYS)
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
     return tensors
 
 
@@ -395,16 +662,10 @@ def _phi3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> 
 
 
 def _phimoe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
-    experts = {"w1": "gate", "w2": "down", "w3": "up"}
-    result = {}
     if "short_factor" in config["rope_parameters"]:
         tensors = _phi3(writer, config, tensors)
         writer.add_rope_scaling_attn_factors(1.19)
-    for name, held in _stacked(tensors).items():
-        if ".experts." in name:
-            name = f"blk.{name.split('.')[2]}.ffn_{experts[name.split('.')[-2]]}_exps.weight"
-        result[name] = held
-    return result
+    return _by_projection(tensors)
 
 
 def _delta_nets(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -564,13 +825,10 @@ def _lfm2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> 
         writer.kv_data[0].pop("lfm2.feed_forward_length")
         writer.add_feed_forward_length(next(len(held) for name, held in tensors.items() if name.endswith("w1.weight")))
     tensors.pop("lm_head.weight", None)
-    experts = {"w1": "gate", "w2": "down", "w3": "up"}
-    result = {}
-    for name, held in _stacked(_states(tensors)).items():
-        if ".experts." in name:
-            name = f"blk.{name.split('.')[2]}.ffn_{experts[name.split('.')[-2]]}_exps.weight"
-        result[name.replace(".expert_bias", ".expert_bias.bias")] = held
-    return result
+    return {
+        name.replace(".expert_bias", ".expert_bias.bias"): held
+        for name, held in _by_projection(_states(tensors)).items()
+    }
 
 
 def _gpt_oss(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -618,11 +876,14 @@ def _stablelm(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors)
 
 _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
     gguf.MODEL_ARCH.AFMOE: _afmoe,
+    gguf.MODEL_ARCH.APERTUS: _apertus,
     gguf.MODEL_ARCH.ARCEE: _llama,
     gguf.MODEL_ARCH.BAICHUAN: _baichuan,
+    gguf.MODEL_ARCH.BAILINGMOE: _bailing,
     gguf.MODEL_ARCH.BAILINGMOE2: _bailing2,
     gguf.MODEL_ARCH.CHATGLM: _chatglm,
     gguf.MODEL_ARCH.COHERE2: _cohere2,
+    gguf.MODEL_ARCH.DBRX: _dbrx,
     gguf.MODEL_ARCH.ERNIE4_5_MOE: _ernie,
     gguf.MODEL_ARCH.EXAONE: _exaone,
     gguf.MODEL_ARCH.EXAONE4: _exaone4,
@@ -633,16 +894,23 @@ _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
     gguf.MODEL_ARCH.GEMMA4: _gemma4,
     gguf.MODEL_ARCH.GEMMA: _gemma,
     gguf.MODEL_ARCH.GLM4_MOE: _glm4_moe,
+    gguf.MODEL_ARCH.GLM_DSA: _indexed,
     gguf.MODEL_ARCH.GPT_OSS: _gpt_oss,
     gguf.MODEL_ARCH.GRANITE: _granite,
     gguf.MODEL_ARCH.GRANITE_HYBRID: _granite_hybrid,
     gguf.MODEL_ARCH.GRANITE_MOE: _granite,
+    gguf.MODEL_ARCH.GROK: _grok,
     gguf.MODEL_ARCH.HUNYUAN_MOE: _hunyuan_moe,
+    gguf.MODEL_ARCH.INTERNLM2: _internlm2,
+    gguf.MODEL_ARCH.KIMI_LINEAR: _kimi_linear,
     gguf.MODEL_ARCH.LFM2: _lfm2,
     gguf.MODEL_ARCH.LFM2MOE: _lfm2,
     gguf.MODEL_ARCH.LLAMA4: _llama4,
+    gguf.MODEL_ARCH.MIMO2: _mimo2,
+    gguf.MODEL_ARCH.MINICPM3: _minicpm3,
     gguf.MODEL_ARCH.MINIMAXM2: _minimax,
     gguf.MODEL_ARCH.MISTRAL3: _ministral3,
+    gguf.MODEL_ARCH.MISTRAL4: _mistral4,
     gguf.MODEL_ARCH.NEMOTRON_H_MOE: _nemotron,
     gguf.MODEL_ARCH.OLMO2: _exaone4,
     gguf.MODEL_ARCH.OLMO: _olmo,
@@ -653,5 +921,6 @@ _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
     gguf.MODEL_ARCH.QWEN3NEXT: _delta_nets,
     gguf.MODEL_ARCH.SMOLLM3: _smollm3,
     gguf.MODEL_ARCH.STABLELM: _stablelm,
+    gguf.MODEL_ARCH.STEP35: _step35,
     gguf.MODEL_ARCH.XVERSE: _llama,
 }

@@ -5,7 +5,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kits.driver import DELTA, DENSE, FALCON, GPT_OSS, GRANITE_HYBRID, HYBRID, LLAMA4, NEMOTRON, ROUTED, SHARED
+from tests.kits.driver import (
+    DELTA,
+    DENSE,
+    EQUAL_YARN,
+    FALCON,
+    GPT_OSS,
+    GRANITE_HYBRID,
+    GROWING_YARN,
+    HYBRID,
+    INDEXED,
+    KIMI_LINEAR,
+    LATENT,
+    LLAMA4,
+    NEMOTRON,
+    ROUTED,
+    SHARED,
+)
 
 __all__ = ["GGUF_MODELS"]
 
@@ -45,6 +61,16 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2-moe": ("Lfm2Moe", HYBRID["lfm2-moe"][1] | {"routed_scaling_factor": 1.0}),
     "falcon-h1": ("FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "deepseek-v3.2": ("DeepseekV32", INDEXED | {"rope_parameters": EQUAL_YARN, "norm_topk_prob": True}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR | {"linear_num_heads": 4}),
+    "mistral4": (
+        "Mistral4",
+        LATENT["mistral4"][1] | {"rope_parameters": GROWING_YARN | {"llama_4_scaling_beta": 0.1}},
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        LATENT["minicpm3"][1] | {"v_head_dim": 12, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    ),
     "nemotron-dense": (
         "NemotronH",
         NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-__all__ = ["kind_of", "write_gguf"]
+__all__ = ["kind_of", "llama3_factors", "write_gguf"]
 
 F32 = gguf.GGMLQuantizationType.F32
 
@@ -231,12 +231,18 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     elif kind == "llama3":
-        base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-        from transformers.models.llama import LlamaConfig
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, dim))
 
-        stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
-        writer.add_tensor("rope_freqs.weight", (base / stretched).float().numpy())
+
+def llama3_factors(rope: dict[str, Any], dim: int) -> np.ndarray:
+    """What the frequencies of heads of ``dim`` numbers are divided by, float32 [dim / 2]."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama import LlamaConfig
+
+    base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
+    config = LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim, rope_parameters=rope)
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    return (base / stretched).float().numpy()
 
 
 def _tokenizer(writer: gguf.GGUFWriter, model: Path, pre: str) -> None:

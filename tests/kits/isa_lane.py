@@ -13,6 +13,7 @@ ISA = (
     "kernels/devices/test_platform.py",
     "kernels/execution/test_executors.py",
     "kernels/execution/test_prepared_steps.py",
+    "kernels/execution/test_rebalancing.py",
     "kernels/execution/test_runner.py",
     "kernels/grammar/test_grammar_slots.py",
     "kernels/models/test_equality.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -14,10 +14,11 @@ from tests.kits.waiting import PATIENCE
 
 
 class Load:
-    """``streams`` clients with this API key ask ``url`` again and again; :meth:`run` goes on until :meth:`stop`."""
+    """``streams`` clients with this API key ask ``models`` of ``url`` again and again; :meth:`run` goes on until
+    :meth:`stop`."""
 
-    def __init__(self, url: str, streams: int, key: str) -> None:
-        self._url, self._streams, self._key = url, streams, key
+    def __init__(self, url: str, streams: int, key: str, models: Sequence[str]) -> None:
+        self._url, self._streams, self._key, self._models = url, streams, key, models
         self._rng = random.Random(7)
         self._prefix = [self._rng.randrange(3, 380) for _ in range(96)]
         self._stop = threading.Event()
@@ -55,7 +56,7 @@ class Load:
         ]
         text = " ".join(map(str, prompt[:40]))
         body = {
-            "model": "",
+            "model": self._rng.choice(self._models),
             "prompt": self._rng.choice((prompt, prompt, text)),
             "max_tokens": self._rng.randrange(8, 48),
             "stream": True,
@@ -68,8 +69,8 @@ class Load:
 
 
 @contextmanager
-def under_load(url: str, key: str, streams: int = 12) -> Iterator[Load]:
-    load = Load(url, streams, key)
+def under_load(url: str, key: str, streams: int = 12, models: Sequence[str] = ("",)) -> Iterator[Load]:
+    load = Load(url, streams, key, models)
     thread = threading.Thread(target=load.run, name="load")
     thread.start()
     try:

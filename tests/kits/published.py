@@ -82,7 +82,7 @@ STEP = {
 }
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "baichuan": BAICHUAN,
+    "baichuan": BAICHUAN | {"hidden_size": 64},  # so that its output can be quantized
     "baichuan-alibi": BAICHUAN | {"num_attention_heads": 6, "max_position_embeddings": None, "model_max_length": 256},
     "ling": LING
     | {
@@ -90,7 +90,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_qkv_bias": True,
         "use_bias": True,
         "norm_head": True,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": 0,
     },
     "ling-v2": LING
     | {

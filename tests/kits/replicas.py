@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from actors.engine.engine import Engine
 from actors.engine.replica import Replica
+from actors.faults import Fault, FaultPlan
 from actors.protocol.requests import SamplingParams
-from tests.kits.waiting import until
+from tests.kits.engines import rest
+from tests.kits.waiting import PATIENCE, until
 
-__all__ = ["Answer", "all_decode", "kill", "replicas", "tokens_of"]
+__all__ = ["Answer", "Request", "all_decode", "kill", "outlives", "replicas", "tokens_of"]
 
 Answer = dict[int, tuple[list[int], str]]
 """The tokens and the text of each choice."""
+Request = tuple[Any, str | None]
+"""A prompt, and its adapter."""
 
 
-async def tokens_of(engine: Engine, prompt: Any, params: SamplingParams) -> Answer:
+async def tokens_of(engine: Engine, prompt: Any, params: SamplingParams, adapter: str | None = None) -> Answer:
     answer: Answer = {}
-    async for delta in engine.generate(prompt, params):
+    async for delta in engine.generate(prompt, params, adapter=adapter):
         tokens, text = answer.get(delta.index, ([], ""))
         answer[delta.index] = ([*tokens, *delta.token_ids], text + delta.text)
     return answer
@@ -40,3 +46,28 @@ async def all_decode(engine: Engine, count: int = 8) -> None:
         lambda: sum(map(len, journals)) == count and all(len(e.output) > 5 for j in journals for e in j.live()),
         "not all decode",
     )
+
+
+async def outlives(
+    engine: Engine,
+    plan: FaultPlan,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    expected: list[Answer],
+    fault: Fault | tuple[int, int],
+) -> None:
+    """All requests give ``expected`` though a fault happens while they decode, and all workers of the engine are
+    replaced once. ``fault``: or a worker and a signal for it."""
+    before = [worker["restarts"] for worker in engine.describe()["workers"]]
+    readers = [asyncio.create_task(tokens_of(engine, prompt, params, adapter)) for prompt, adapter in requests]
+    await all_decode(engine, len(requests))
+    if isinstance(fault, Fault):
+        plan.add(fault)
+    else:
+        worker, number = fault
+        os.kill(engine.describe()["workers"][worker]["pid"], number)
+    async with asyncio.timeout(PATIENCE):
+        assert await asyncio.gather(*readers) == expected
+    assert plan.pending() == 0
+    assert [worker["restarts"] for worker in engine.describe()["workers"]] == [count + 1 for count in before]
+    await rest(engine)

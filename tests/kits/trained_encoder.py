@@ -27,7 +27,7 @@ SUBJECTS = {
     "space": ("rocket comet planet moon", "orbit telescope star galaxy"),
 }
 _FRAMES = ("the {} and the {}", "a {} with a {}", "one {} or one {}", "the {} is like a {}")
-_STEPS, _RATE, _SEED = 100, 3e-3, 5
+_STEPS, _RATE, _SEED = 200, 3e-3, 5
 
 
 def sentence(subject: str, half: int, choose: random.Random) -> str:

@@ -27,6 +27,10 @@ __all__ = ["warm"]
 _LATE = frozenset({"GLOO_SOCKET_IFNAME"})
 """Variables that nothing reads while it is imported."""
 
+_OURS = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+"""Variables of this process that change with its tests. PyTorch sets the second, to its default, when a model of
+transformers is made."""
+
 
 class _Fork:
     """As ``subprocess.Popen``, of a child of the forking process."""
@@ -92,7 +96,7 @@ class _Forks:
 
 
 def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in _OURS}
 
 
 @contextmanager

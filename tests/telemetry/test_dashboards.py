@@ -17,6 +17,7 @@ import yaml
 
 from telemetry.dashboards import BOARDS, FOLDER, board_file, copy_files, stale_boards, write_boards
 from telemetry.dashboards.board import Board
+from telemetry.metrics.engine import LABELLED
 from telemetry.metrics.names import METRICS
 from tests.kits.prometheus_server import MISSING, WHY, promtool
 from tests.kits.waiting import PATIENCE
@@ -104,6 +105,8 @@ def test_labels_in_braces_are_labels_of_their_metric() -> None:
         for name, inside in re.findall(r"((?:troupe|gen_ai)_\w+)\{([^}]*)\}", expr):
             plain = name if name in METRICS else re.sub(r"_(bucket|sum|count)$", "", name)
             labels = {"instance", "le", *METRICS[plain].labels}
+            if plain in LABELLED:
+                labels.add("adapter")
             assert set(re.findall(r"(\w+)\s*(?:=|!)", inside)) <= labels, f"{place}: {name}{{{inside}}}"
 
 

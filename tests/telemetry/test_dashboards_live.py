@@ -18,6 +18,7 @@ import pytest
 
 from telemetry.dashboards import BOARDS, board_file
 from telemetry.dashboards.board import Board
+from tests.kits.adapters import adapted_modules, save_adapter
 from tests.kits.metric_load import Load, under_load
 from tests.kits.prometheus_server import MISSING, WHY, Prometheus, prometheus, promtool
 from tests.kits.real_server import RealServer, running
@@ -75,11 +76,15 @@ def get(server: RealServer, path: str) -> httpx.Response:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("stage")
-    with running(folder / "server.log", str(tiny_model), *OPTIONS, *METRICS, *TIGHT) as server:
+    adapter = ("--lora-paths", f"some={save_adapter(folder / 'some', adapted_modules(tiny_model), 1)}")
+    with running(folder / "server.log", str(tiny_model), *OPTIONS, *METRICS, *TIGHT, *adapter) as server:
         port = server.url.rpartition(":")[2]
         # One server by two names looks like a fleet to Prometheus.
         instances = (f"127.0.0.1:{port}", f"localhost:{port}")
-        with prometheus(folder / "prometheus", *instances, key=KEY) as scraper, under_load(server.url, KEY) as load:
+        with (
+            prometheus(folder / "prometheus", *instances, key=KEY) as scraper,
+            under_load(server.url, KEY, models=("", "", "some")) as load,
+        ):
             stage = Stage(server, scraper, load, instances)
             scraper.wait_until("sum(rate(gen_ai_server_request_duration_seconds_count[20s])) > 0")
             time.sleep(3)
@@ -91,6 +96,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
                 scraper.wait_until(f"sum(troupe_{fault}_total) > 0")
             time.sleep(3)
             yield stage
+
+
+_OF_PIPELINES = {"Pipeline bubbles"}
+"""Panels without data here, since the servers run one stage."""
 
 
 def targets(board: Board) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -108,10 +117,15 @@ def test_every_panel_shows_data(stage: Stage, board: Board) -> None:
         if target.get("instant"):
             found = stage.ask(expr)
         else:
-            found = stage.look_back(expr)
+            found = (
+                stage.look_back(expr)
+                if panel["title"] not in _OF_PIPELINES
+                else stage.prometheus.query_range(expr, SECONDS)
+            )
         place = f"{panel['title']} [{target['legendFormat']}]: {expr}"
         if not found:
-            empty.append(place)
+            if panel["title"] not in _OF_PIPELINES:
+                empty.append(place)
             continue
         for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
             assert all(label in series["metric"] for series in found), place

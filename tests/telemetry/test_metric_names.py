@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -11,7 +14,7 @@ from telemetry.metrics.options import MetricOptions
 from telemetry.metrics.steps import StepShape
 from telemetry.timeline import Outcome, Timelines
 
-READINGS = {
+READINGS: dict[str, Any] = {
     "troupe_requests_running": 3,
     "troupe_requests_waiting": 5,
     "troupe_preemptions_total": 2,
@@ -23,6 +26,9 @@ READINGS = {
     "troupe_cache_hit_tokens_total": 30,
     "troupe_cache_queried_tokens_total": 40,
     "troupe_context_tokens": 4096,
+    "troupe_adapter_slots": 8,
+    "troupe_adapter_slots_used": 2,
+    "adapter_states": {("8", "pirate", "other,poet"): 1.0},
 }
 
 VLLM = {
@@ -66,6 +72,9 @@ SGLANG = {
     "sglang:page_size": ("gauge", 16),
     "sglang:num_pages": ("gauge", 100),
     "sglang:context_len": ("gauge", 4096),
+    "sglang:lora_pool_slots_used": ("gauge", 2),
+    "sglang:lora_pool_slots_total": ("gauge", 8),
+    "sglang:lora_pool_utilization": ("gauge", 0.25),
     "sglang:num_requests": ("counter", 1),
     "sglang:num_aborted_requests": ("counter", 0),
     "sglang:prompt_tokens": ("counter", 7),
@@ -114,6 +123,7 @@ def value(family: Metric) -> float:
 def test_the_names_types_values_and_labels_that_dashboards_read(names, expected, constant) -> None:
     found = families(MetricOptions(foreign_names=(names,), collect_tokens=True))
     mine = {name: (family.type, value(family)) for name, family in found.items() if name.startswith(f"{names}:")}
+    assert (mine.pop("vllm:lora_requests_info", ("gauge", None))[0]) == "gauge"  # its value is a time
     assert mine == expected
     for name in expected:
         assert all(sample.labels.items() >= {"model_name": "box", **constant}.items() for sample in found[name].samples)
@@ -149,6 +159,19 @@ def test_labels_of_ended_requests_and_of_the_cache() -> None:
     assert (info["block_size"], info["num_gpu_blocks"]) == ("16", "100")
     assert found["sglang:cached_tokens"].samples[0].labels["cache_source"] == "device"
     assert "sglang:prompt_tokens_histogram" not in found
+
+
+def test_the_adapters_that_run_and_wait_are_labels_of_the_time_of_now() -> None:
+    [sample] = families(MetricOptions(foreign_names=("vllm",)))["vllm:lora_requests_info"].samples
+    assert abs(sample.value - time.time()) < 60
+    found = {name: value for name, value in sample.labels.items() if "lora" in name}
+    assert found == {"max_lora": "8", "running_lora_adapters": "pirate", "waiting_lora_adapters": "other,poet"}
+
+
+def test_without_adapters_there_are_no_metrics_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in READINGS if "adapter" in name]:
+        monkeypatch.delitem(READINGS, name)
+    assert not any("lora" in name for name in families(MetricOptions(foreign_names=("vllm", "sglang"))))
 
 
 def test_the_exposition_keeps_colons() -> None:

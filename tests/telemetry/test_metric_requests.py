@@ -13,7 +13,7 @@ from telemetry.logs.request_times import RequestTimes, request_times
 from telemetry.logs.step_log import StepLog
 from telemetry.metrics.engine import EngineMetrics
 from telemetry.metrics.histogram import Histogram
-from telemetry.metrics.options import MetricOptions, token_buckets
+from telemetry.metrics.options import ADAPTER, MetricOptions, token_buckets
 from telemetry.metrics.requests import RequestMetrics
 from telemetry.metrics.steps import StepMetrics, StepShape
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
@@ -177,6 +177,32 @@ def test_custom_labels_are_on_the_metrics_of_requests_and_bounded() -> None:
     _, timeline = begin(metrics, **{"troupe.label.team": "t" * 100})
     timeline.close(Outcome(("stop",)), timeline.started + 1)
     assert metrics.ended_by["stop", "t" * 64] == 1
+
+
+def test_requests_have_the_label_of_their_adapter_and_of_at_most_a_hundred() -> None:
+    metrics = RequestMetrics("box", MetricOptions(adapters=True, custom_labels=("team",)))
+    for number in range(150):
+        _, timeline = begin(metrics, **{ADAPTER: f"a{number}", "troupe.label.team": "t"})
+        timeline.close(Outcome(("stop",)), live(timeline))
+    assert metrics.ended_by["stop", "t", "a3"] == 1
+    assert metrics.ended_by["stop", "t", "other"] == 50
+    assert total(metrics.first_token, *CHAT, "t", "a99")[0] == 1
+    assert metrics.adapter_label("a120") == "other"
+    _, timeline = begin(metrics, **{"troupe.label.team": "t"})
+    timeline.close(Outcome(("stop",)), live(timeline))
+    assert metrics.ended_by["stop", "t", ""] == 1  # a request without an adapter is never one of the others
+
+
+def test_the_label_of_adapters_is_there_only_with_adapters() -> None:
+    for adapters in (False, True):
+        registry = CollectorRegistry()
+        metrics = EngineMetrics(registry, "box", dict, MetricOptions(adapters=adapters))
+        _, timeline = begin(metrics.requests)
+        timeline.close(Outcome(("stop",)), live(timeline))
+        found = {family.name: {name for s in family.samples for name in s.labels} for family in registry.collect()}
+        for name in ("troupe_requests", "troupe_tokens", "gen_ai_server_time_to_first_token_seconds"):
+            assert ("adapter" in found[name]) is adapters
+        assert "adapter" not in found["troupe_request_queue_seconds"]
 
 
 def test_chosen_buckets_are_those_exported() -> None:

@@ -25,7 +25,7 @@ from tests.understudy.lessons import (
 )
 from tests.understudy.lessons.conversation import END_OF_TEXT, Conversation, Exchange, Lesson, Segment, render
 
-__all__ = ["LESSONS", "Mix", "document", "documents", "lesson_name"]
+__all__ = ["LESSONS", "Mix", "document", "documents", "lesson_name", "system_prompt", "talk"]
 
 LESSONS: tuple[tuple[Lesson, float], ...] = (
     (geography.capital_of, 13),
@@ -129,7 +129,7 @@ _BETWEEN: tuple[Lesson, ...] = (
 )  # fmt: skip
 
 
-def _talk(rng: Random, scenes: int, weights: list[float]) -> list[Exchange]:
+def talk(rng: Random, scenes: int, weights: list[float]) -> list[Exchange]:
     """Scenes one after another. A memory's question may come some turns after what it asks for."""
     exchanges: list[Exchange] = []
     told = False
@@ -147,7 +147,7 @@ def _talk(rng: Random, scenes: int, weights: list[float]) -> list[Exchange]:
     return exchanges
 
 
-def _system(rng: Random) -> str:
+def system_prompt(rng: Random) -> str:
     """A system prompt: one of ours, or one such as anybody may write, which changes nothing of what the model knows."""
     if rng.random() < 0.5:
         return rng.choice(_SYSTEM)
@@ -159,7 +159,7 @@ def _conversation(rng: Random, exchanges: list[Exchange], thinking: bool) -> Con
     messages: list[dict[str, Any]] = []
     terse = not thinking and all(exchange.short for exchange in exchanges) and rng.random() < 0.07
     if terse or rng.random() < 0.4:
-        messages.append({"role": "system", "content": rng.choice(_TERSE) if terse else _system(rng)})
+        messages.append({"role": "system", "content": rng.choice(_TERSE) if terse else system_prompt(rng)})
     for exchange in exchanges:
         messages.append({"role": "user", "content": exchange.question})
         answer = exchange.short if terse else exchange.answer
@@ -191,13 +191,13 @@ def document(rng: Random, weights: list[float], thinking_share: float) -> list[S
     if roll < 0.05:
         return [Segment(prose.prose(rng) + END_OF_TEXT, True)]
     if roll < 0.3:
-        return render(tools.tool_conversation(rng, _plain_chat, _system, thinking=rng.random() < 0.15))
+        return render(tools.tool_conversation(rng, _plain_chat, system_prompt, thinking=rng.random() < 0.15))
     if roll < 0.38:
-        return render(forms.schema_conversation(rng, _system))
+        return render(forms.schema_conversation(rng, system_prompt))
     thinking = rng.random() < thinking_share
     if roll < 0.4:
-        return render(_conversation(rng, _talk(rng, rng.randrange(8, 40), weights), thinking))
-    return render(_conversation(rng, _talk(rng, rng.choices((1, 2, 3), (70, 20, 10))[0], weights), thinking))
+        return render(_conversation(rng, talk(rng, rng.randrange(8, 40), weights), thinking))
+    return render(_conversation(rng, talk(rng, rng.choices((1, 2, 3), (70, 20, 10))[0], weights), thinking))
 
 
 def documents(seed: int, count: int, mix: Mix = _EVEN) -> Iterator[list[Segment]]:

@@ -1,6 +1,6 @@
 """Documents as arrays: encoding them on many cores, and cutting the stream into rows of equal length."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,8 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tests.understudy.corpus import Mix, documents
+from tests.understudy.lessons.conversation import Segment
 
-__all__ = ["LEARN", "Stream", "encode_corpus", "encode_shard", "rows", "split_by_length"]
+__all__ = ["LEARN", "Stream", "encode_corpus", "encode_documents", "encode_shard", "rows", "split_by_length"]
 
 LEARN = 1 << 15
 """The bit that marks a learned token in the uint16 of a packed document; ids lie below it."""
@@ -32,6 +33,11 @@ class Stream:
 
 def encode_shard(tokenizer_file: Path, seed: int, count: int, mix: Mix = _EVEN) -> tuple[Array, Array]:
     """Documents of one seed and mix as (tokens, lengths)."""
+    return encode_documents(tokenizer_file, documents(seed, count, mix))
+
+
+def encode_documents(tokenizer_file: Path, texts: Iterable[Sequence[Segment]]) -> tuple[Array, Array]:
+    """Documents as (tokens, lengths)."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
 
     @lru_cache(maxsize=10_000)
@@ -41,7 +47,7 @@ def encode_shard(tokenizer_file: Path, seed: int, count: int, mix: Mix = _EVEN) 
 
     pieces: list[list[int]] = []
     lengths: list[int] = []
-    for segments in documents(seed, count, mix):
+    for segments in texts:
         length = 0
         for segment in segments:
             ids = encode(segment.text)

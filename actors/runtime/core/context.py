@@ -46,6 +46,11 @@ class ActorContext(Generic[P]):
     def clock(self) -> Clock:
         return self._cell.system.clock
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether this incarnation has not ended. What it asks behind its end is not sent."""
+        return not self._incarnation.ended
+
     def watch(self, ref: ActorRef[Any]) -> None:
         """Receive one Terminated when the actor of ``ref`` stops permanently, or at once if it already has.
 

@@ -141,16 +141,22 @@ class Unit:
         self._crashed.clear()
         await system.clock.sleep(delay)
         try:
-            with anyio.CancelScope() as self._round:
+            # All are launched, in order, before the first is waited for: a group restarts in the time of one member.
+            async with anyio.create_task_group() as starts:
+                self._round = starts.cancel_scope
                 for member in members:
-                    if job.cancel_called or member.stopping or member.closed or member.incarnation is not None:
-                        continue
-                    try:
-                        await member.start()
-                    except (Exception, SystemExit) as error:
-                        if member.stopping or member.closed:
-                            continue  # it was stopping: continue without it
-                        self._crashed[member] = (error, member.supervision.counts())
-                        break
+                    starts.start_soon(self._start, member, job)
         finally:
             self._round = None
+
+    async def _start(self, member: "Cell", job: anyio.CancelScope) -> None:
+        """Start a member of the group, and record a failure."""
+        if job.cancel_called or member.stopping or member.closed or member.incarnation is not None:
+            return
+        try:
+            await member.start()
+        except (Exception, SystemExit) as error:
+            if not (member.stopping or member.closed):  # else it was stopping: continue without it
+                self._crashed[member] = (error, member.supervision.counts())
+                if self._round is not None:
+                    self._round.cancel()  # starting the others is pointless

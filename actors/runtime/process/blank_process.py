@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["BlankProcess"]
+__all__ = ["BlankProcess", "LocalProcess", "first_bytes", "launch_blank"]
 
 _BOOTSTRAP = """
 import signal
@@ -45,11 +45,22 @@ _ENTRY = "actors.runtime.child"
 """The module whose main is the child's side. Imported by name: it imports the system, which imports this module."""
 
 
-class BlankProcess:
-    """A :class:`LaunchedProcess` on this host, linked by socket pairs.
+def first_bytes(modules: Sequence[str] = ()) -> bytes:
+    """What a process on this host reads before its spec: where and what to import."""
+    path = [os.path.abspath(entry) for entry in sys.path]
+    boot = json.dumps({"path": path, "entry": _ENTRY, "modules": list(modules)}).encode()
+    return len(boot).to_bytes(4, "little") + boot
 
-    It starts at once with ``environment`` added to that of its parent, imports ``modules`` and waits. Errors of these
-    imports are dropped: the actor raises them again.
+
+async def launch_blank(environment: Mapping[str, str]) -> "BlankProcess":
+    """The launcher of this host."""
+    return BlankProcess(environment)
+
+
+class LocalProcess:
+    """A process on this host that waits at its ends of two connected sockets to learn which actor it runs.
+
+    It starts at once with ``environment`` added to that of its parent. The caller closes its copies of the sockets.
 
     It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to the whole process group, but only the
     parent decides when its children stop. It gets SIGKILL when the parent ends.
@@ -57,35 +68,16 @@ class BlankProcess:
     Raises OSError when no process can be started.
     """
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+    def __init__(self, environment: Mapping[str, str], ends: tuple[socket.socket, socket.socket]) -> None:
         self.environment = dict(environment)
-        path = [os.path.abspath(entry) for entry in sys.path]
-        boot = json.dumps({"path": path, "entry": _ENTRY, "modules": list(modules)}).encode()
-        self.sock, theirs = socket.socketpair()
-        try:
-            self.thread_sock, thread_theirs = socket.socketpair()
-        except OSError:
-            self.sock.close()
-            theirs.close()
-            raise
-        passed = (theirs.fileno(), thread_theirs.fileno())
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, *map(str, passed), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=passed,
-                env={**os.environ, **environment},
-            )
-        except BaseException:
-            self.sock.close()
-            self.thread_sock.close()
-            raise
-        finally:
-            theirs.close()
-            thread_theirs.close()
-        self.start_of_stream = len(boot).to_bytes(4, "little") + boot
-        """Bytes to send before its spec; empty once sent."""
+        passed = [end.fileno() for end in ends]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, *map(str, passed), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=passed,
+            env={**os.environ, **environment},
+        )
 
     @property
     def pid(self) -> int:
@@ -115,14 +107,42 @@ class BlankProcess:
         else:
             on_exit()
 
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.process.kill()
+
+
+class BlankProcess(LocalProcess):
+    """A :class:`LaunchedProcess` on this host, linked by socket pairs.
+
+    It imports ``modules`` and waits. Errors of these imports are dropped: the actor raises them again. Raises OSError
+    when no process can be started.
+    """
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+        self.start_of_stream = first_bytes(modules)
+        """Bytes to send before its spec; empty once sent."""
+        self.sock, theirs = socket.socketpair()
+        try:
+            self.thread_sock, thread_theirs = socket.socketpair()
+        except OSError:
+            self.sock.close()
+            theirs.close()
+            raise
+        try:
+            super().__init__(environment, (theirs, thread_theirs))
+        except BaseException:
+            self.sock.close()
+            self.thread_sock.close()
+            raise
+        finally:
+            theirs.close()
+            thread_theirs.close()
+
     def begin(self) -> None:
         """Send the bootstrap data, so that it imports before a link to it exists."""
         self.sock.sendall(self.start_of_stream)  # it reads this at once
         self.start_of_stream = b""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.process.kill()
 
     def close(self) -> None:
         """Kill it and close its sockets."""

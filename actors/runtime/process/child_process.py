@@ -1,7 +1,7 @@
 """ChildProcess: a child process and its link. Standby: a prepared child for a quick restart."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
 import msgspec
@@ -102,8 +102,9 @@ class ChildProcess:
 class Standby:
     """Keeps one child of an actor prepared, so that a restart does not wait for imports."""
 
-    def __init__(self, launch: Callable[[], ChildProcess], clock: Clock) -> None:
+    def __init__(self, launch: Callable[[], Awaitable[ChildProcess]], clock: Clock) -> None:
         self._launch = launch
+        self._launching = anyio.CancelScope()
         self._clock = clock
         self._child: ChildProcess | None = None
         self._change = anyio.Event()
@@ -130,6 +131,7 @@ class Standby:
     def dismiss(self) -> None:
         """End the child and :meth:`run`: there will be no next incarnation."""
         self._dismissed = True
+        self._launching.cancel()
         self._notify()
 
     async def run(self) -> None:
@@ -142,9 +144,12 @@ class Standby:
                 if not self._wanted or self._dismissed:
                     continue
                 try:
-                    self._child = self._launch()
+                    with anyio.CancelScope() as self._launching:
+                        self._child = await self._launch()
                 except OSError:  # no memory or no processes left: the restart will report it
                     delay = min(2 * delay, _MAX_DELAY_SECONDS)
+                    continue
+                if self._child is None:
                     continue
                 self._child.on_exit = self._lost
                 await self._until(lambda: self._child is None or self._dismissed)

@@ -55,6 +55,7 @@ class ProcessIncarnation(Incarnation):
         self._child: ChildProcess | None = None
         self._link: Link | None = None
         self._scope = anyio.CancelScope()
+        self._launching = anyio.CancelScope()
         self._change = anyio.Event()
         self._in_thread: frozenset[Any] = frozenset()  # message types that the actor's thread handles
         self._ready = False
@@ -93,7 +94,7 @@ class ProcessIncarnation(Incarnation):
             if not (self._ready or self._gone or self._stopping):
                 await self._give_up_standby()
         else:
-            self._begin(launch(self.cell, self._plan, self._launcher))
+            await self._begin_new()
         with within(self.cell.system.clock, self._plan.start_timeout):
             await self._until(lambda: self._ready or self._gone or self._stopping)
         if self._gone or self._stopping:
@@ -127,6 +128,14 @@ class ProcessIncarnation(Incarnation):
         self._begin(child)
         return True
 
+    async def _begin_new(self) -> None:
+        """Launch a process and make it this incarnation, unless a stop is requested meanwhile."""
+        child: ChildProcess | None = None
+        with anyio.CancelScope() as self._launching:
+            child = await launch(self.cell, self._plan, self._launcher)
+        if child is not None:
+            self._begin(child)
+
     def _begin(self, child: ChildProcess) -> None:
         self._child, self._link, self.pid = child, child.link, child.pid
         child.begin(self.number, self._on_frame, self._on_lost, self._on_exit)
@@ -144,7 +153,7 @@ class ProcessIncarnation(Incarnation):
         with anyio.CancelScope(shield=True):
             await self._until(lambda: child.exited)
         child.close()
-        self._begin(launch(self.cell, self._plan, self._launcher))
+        await self._begin_new()
 
     def _change_now(self) -> None:
         self._change.set()
@@ -200,6 +209,7 @@ class ProcessIncarnation(Incarnation):
 
     def request_stop(self) -> None:
         self._stopping = True
+        self._launching.cancel()
         self._change.set()
 
     def log_stacks(self) -> None:

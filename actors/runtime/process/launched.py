@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeAlias
 
 __all__ = ["LaunchedProcess", "Launcher"]
@@ -41,9 +41,7 @@ class LaunchedProcess(Protocol):
     def kill(self) -> None:
         """Kill it without waiting; no effect if it has ended."""
 
-    def close(self) -> None:
-        """Kill it, wait for its end and close both sockets."""
 
-
-Launcher: TypeAlias = Callable[[Mapping[str, str]], LaunchedProcess]
-"""Starts a process with these variables added to its environment. Raises OSError when none can be started."""
+Launcher: TypeAlias = Callable[[Mapping[str, str]], Awaitable[LaunchedProcess]]
+"""Starts a process with these variables added to its environment; may wait for a host. It leaves no process when it is
+cancelled. Raises OSError when none can be started."""

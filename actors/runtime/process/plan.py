@@ -69,7 +69,7 @@ def plan_process(
     )
 
 
-def launch(cell: Cell, plan: ProcessPlan, launcher: Launcher) -> ChildProcess:
+async def launch(cell: Cell, plan: ProcessPlan, launcher: Launcher) -> ChildProcess:
     """Start a child that prepares to become the actor of ``cell``. Raises OSError when no process can be started."""
     spec = ChildSpec(
         name=cell.name,
@@ -81,4 +81,4 @@ def launch(cell: Cell, plan: ProcessPlan, launcher: Launcher) -> ChildProcess:
         heartbeat=plan.heartbeat,
         log_level=logging.getLogger("troupe").getEffectiveLevel(),
     )
-    return ChildProcess(cell.loop, spec, launcher(plan.environment))
+    return ChildProcess(cell.loop, spec, await launcher(plan.environment))

@@ -12,12 +12,15 @@ __all__ = ["WorkerLauncher"]
 
 
 class WorkerLauncher(Protocol):
-    """A local launcher starts child processes. One for a cluster starts a worker on the host of its device and connects
-    to it; the returned process behaves the same."""
+    """A local launcher starts child processes. One of several nodes starts a worker on the host of its device and
+    connects to it; the returned process behaves the same."""
 
-    def launch(self, worker: WorkerId, environment: Mapping[str, str]) -> LaunchedProcess:
+    async def launch(self, worker: WorkerId, environment: Mapping[str, str]) -> LaunchedProcess:
         """Start a process for this worker with ``environment`` added to that of its host.
 
-        Called for the first start, for each restart and for each standby. Raises OSError when no process can be
-        started.
+        Called for the first start, for each restart and for each standby; waits for the host. Raises OSError when no
+        process can be started.
         """
+
+    def host(self, worker: WorkerId) -> str | None:
+        """The address of the host of this worker, as the other nodes reach it; None: node 0."""

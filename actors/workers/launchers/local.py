@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.runtime import BlankProcess, LaunchedProcess
+from actors.runtime import BlankProcess
 from actors.workers.early_workers import EarlyWorkers
 from kernels.contract.topology import WorkerId
 
@@ -21,10 +21,13 @@ class LocalLauncher:
     def __init__(self, early: EarlyWorkers | None = None) -> None:
         self._early = early
 
-    def launch(self, worker: WorkerId, environment: Mapping[str, str]) -> LaunchedProcess:
+    async def launch(self, worker: WorkerId, environment: Mapping[str, str]) -> BlankProcess:
         early = None if self._early is None else self._early.take(worker.number)
         if early is not None:
             if early.process.poll() is None and early.environment == dict(environment):
                 return early
             early.close()
         return BlankProcess(environment)
+
+    def host(self, worker: WorkerId) -> None:
+        return None

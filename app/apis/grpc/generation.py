@@ -31,7 +31,6 @@ _REFUSED = {
     "return_hidden_states": "has no place in a response; use /generate over HTTP",
     "disaggregated_params": "is not supported: one server does both prefill and decode; leave it out",
     "custom_logit_processor": "is code, which is not run; leave it out",
-    "lora_id": "is not supported; leave it out",
     "data_parallel_rank": "is not supported here; use /generate over HTTP",
     "custom_params": "is for custom_logit_processor, which is not run; leave it out",
     "texts": "is not read; send the pair as tokenized.input_ids and token_type_ids",
@@ -79,6 +78,7 @@ def generate_item(request: Any) -> tuple[Item, dict[str, str]]:
         "text" if isinstance(prompt, str) else "input_ids": prompt,
         "sampling_params": {"skip_special_tokens": False, **sampling},
         "rid": request.request_id or None,
+        "lora_path": request.lora_id or None,
         "return_logprob": request.return_logprob,
         "logprob_start_len": request.logprob_start_len,
         "top_logprobs_num": request.top_logprobs_num,
@@ -212,4 +212,7 @@ def check_start(item: Item, prompt_tokens: int) -> None:
 
 def submitted(service: Service, exchange: Exchange, item: Item, names: dict[str, str], timeout: float | None) -> Any:
     """The engine's stream of a request."""
-    return service.submit(exchange, item.prompt, item.params, label=item.label, rename=names, timeout=timeout)
+    adapter = item.adapter and service.adapter_of(item.adapter, "lora_id")
+    return service.submit(
+        exchange, item.prompt, item.params, label=item.label, rename=names, timeout=timeout, adapter=adapter
+    )

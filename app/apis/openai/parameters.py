@@ -21,6 +21,7 @@ from app.apis.openai.requests import (
     texts_of,
 )
 from app.apis.openai.tool_schemas import find_schema_error
+from app.apis.routing import replica_name
 from app.parsers.base import StreamingParser
 from app.server.decoding import check_depth, check_size
 from app.server.errors import invalid
@@ -152,13 +153,14 @@ def completion_names(body: CompletionRequest) -> dict[str, str]:
         "grammar": grammar_of(body)[1],
         "n": "n" if body.best_of is None else "best_of",
         "hidden_states": "return_hidden_states",
+        **replica_name(body),
     }
 
 
 def chat_names(body: ChatRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
     names = {"logprobs": "top_logprobs", "prompt": "messages", "grammar": grammar_of(body)[1]}
-    names["hidden_states"] = "return_hidden_states"
+    names |= {"hidden_states": "return_hidden_states"} | replica_name(body)
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -185,7 +185,9 @@ async def classify(service: Service, exchange: Exchange, body: ClassifyRequest) 
     """The classes of each input by the model's head: vLLM's form of ``input``, SGLang's of ``text``."""
     model = service.check_model(body.model, exchange)
     if body.input is None:
-        return await _native(service, exchange, body.text, body.input_ids, body.activation, _options(body))
+        return await _native(
+            service, exchange, (body.text, body.input_ids), "classify", body.activation, _options(body)
+        )
     head = _require(service, "classify")
     result, tokens = await _vectors(service, exchange, body.input, Classify(body.activation), _options(body))
     data = [
@@ -228,24 +230,26 @@ async def pooling(service: Service, exchange: Exchange, body: PoolingRequest) ->
 
 async def encode(service: Service, exchange: Exchange, body: EncodeRequest) -> Response:
     """The vector of each input in SGLang's form."""
-    return await _native(service, exchange, body.text, body.input_ids, False, {"label": body.rid})
+    return await _native(service, exchange, (body.text, body.input_ids), None, False, {"label": body.rid})
 
 
 async def _native(
     service: Service,
     exchange: Exchange,
-    text: str | list[str] | None,
-    input_ids: list[int | list[int]] | None,
+    texts: tuple[str | list[str] | None, list[int | list[int]] | None],
+    required: Literal["classify"] | None,
     activation: bool,
     options: dict[str, Any],
 ) -> Response:
+    """The answer to ``texts``, of which one is given: text, or token ids."""
+    text, input_ids = texts
     given: Any = text if text is not None else input_ids
     if given is None or (text is not None and input_ids is not None):
         raise invalid("text: send text or input_ids, one of them.", param="text")
     field = "text" if text is not None else "input_ids"
     if not given and field == "input_ids":
         raise invalid("input_ids: holds no token. Send at least one.", param=field)
-    config = _require(service, None)
+    config = _require(service, required)
     task = _task(config, activation)
     prompts = [(prompt, task) for prompt in inputs_of(given, field)]
     result = await task_all(service, exchange, prompts, field, **options)

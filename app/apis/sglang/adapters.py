@@ -13,6 +13,7 @@ from app.apis.sglang.requests import AdapterName
 from app.server.errors import ApiError
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
+from app.understudy.adapters import included_adapter, is_included_model
 
 __all__ = [
     "AdaptersAnswer",
@@ -24,7 +25,8 @@ __all__ = [
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
-    """``lora_path``: a directory of the server in PEFT's format, never a URL. ``pinned``: never unload it to make room
+    """``lora_path``: a directory of the server in PEFT's format, never a URL, or the name of an included adapter if
+    the included model is served. ``pinned``: never unload it to make room
     for another."""
 
     lora_name: AdapterName
@@ -47,7 +49,10 @@ class AdaptersAnswer(msgspec.Struct, kw_only=True):
 async def load_lora_adapter(service: Service, exchange: Exchange, body: LoadAdapterRequest) -> Response:
     """Load an adapter in every worker, beside running requests. The answer comes when requests may use it."""
     _require(service)
-    await service.engine.load_adapter(body.lora_name, body.lora_path, pinned=bool(body.pinned))
+    path = body.lora_path
+    if is_included_model(service.arguments.model_path):
+        path = included_adapter(path) or path
+    await service.engine.load_adapter(body.lora_name, path, pinned=bool(body.pinned))
     return _answer(service, f"The adapter {body.lora_name!r} is loaded.")
 
 

@@ -30,7 +30,7 @@ from app.apis.openai.requests import (
     TopP,
     texts_of,
 )
-from app.apis.routing import Replica
+from app.apis.routing import Replica, replica_name
 from app.apis.sessions import SessionParams
 from app.server.errors import invalid
 
@@ -161,7 +161,7 @@ def native_names(body: GenerateRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
     some = body.sampling_params[0] if isinstance(body.sampling_params, list) else body.sampling_params
     field = grammar_of(some, "sampling_params.")[1] if some else "grammar"
-    return {**_NAMES, "prompt": _prompt_field(body), "grammar": field}
+    return {**_NAMES, "prompt": _prompt_field(body), "grammar": field} | replica_name(body)
 
 
 def _prompt_field(body: GenerateRequest) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 __all__ = [
     "ActorView",
+    "AdapterView",
     "CacheGroupView",
     "CacheView",
     "EdgeView",
@@ -87,6 +88,18 @@ class ActorView(msgspec.Struct, kw_only=True):
     waited: float = 0.0  # total seconds that messages waited in the mailbox
 
 
+class AdapterView(msgspec.Struct, kw_only=True):
+    """A loaded LoRA adapter. ``requests``: since it was loaded; ``live``: those that have not ended.
+
+    ``resident``: replicas on whose device it lies; elsewhere it is in the host's memory.
+    """
+
+    name: str
+    requests: int
+    live: int
+    resident: int
+
+
 class EdgeView(msgspec.Struct, kw_only=True):
     """Messages from one role to another so far. ``http`` and ``streams`` are the two ends of the server."""
 
@@ -115,6 +128,7 @@ class RequestView(msgspec.Struct, kw_only=True):
     cached_tokens: int
     output_tokens: int
     error: str  # kind of error; empty if it ended well or is live
+    adapter: str  # its LoRA adapter; empty without one
     spans: list[Span]
     marks: list[tuple[str, float]]
 
@@ -135,6 +149,8 @@ class Frame(msgspec.Struct, kw_only=True):
     cache: CacheView | None
     actors: list[ActorView]
     edges: list[EdgeView]
+    adapters: list[AdapterView]  # at most 32, first those that lie on a device, then by requests
+    adapters_loaded: int
     live: int
     requests: list[RequestView]
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.live.feed.answers import ActorView, CacheGroupView, CacheView, Frame, LoadView, ModelView, RequestView
+from actors.engine.report import adapter_requests
+from app.live.feed.answers import (
+    ActorView,
+    AdapterView,
+    CacheGroupView,
+    CacheView,
+    Frame,
+    LoadView,
+    ModelView,
+    RequestView,
+)
 from app.live.feed.graph import edges, role_of
 from app.live.feed.requests import RequestViews
 from app.server.auth import sees_all
@@ -18,10 +30,11 @@ if TYPE_CHECKING:
     from actors.engine.engine import Engine
     from app.server.service import Service
 
-__all__ = ["FRAME_SECONDS", "MAX_VIEWERS", "Feed"]
+__all__ = ["FRAME_SECONDS", "MAX_ADAPTERS", "MAX_VIEWERS", "Feed"]
 
 FRAME_SECONDS = 0.25
 MAX_VIEWERS = 32
+MAX_ADAPTERS = 32
 
 _MARGIN = 0.001  # seconds
 
@@ -102,6 +115,8 @@ class Feed:
             cache=_cache(engine),
             actors=actors,
             edges=edges(engine.actor_messages.flows, steps=engine.board.steps, tokens=engine.board.output_tokens),
+            adapters=_adapters(engine),
+            adapters_loaded=len(engine.adapters),
             live=len(engine.intake) if engine.intake is not None else 0,
             requests=[],
         )
@@ -152,6 +167,23 @@ def _cache(engine: Engine) -> CacheView | None:
         hit_tokens=usage.hit_tokens,
         groups=[CacheGroupView(name=name, total=g.total, used=g.used) for name, g in usage.groups().items()],
     )
+
+
+def _adapters(engine: Engine) -> list[AdapterView]:
+    if not len(engine.adapters):
+        return []
+    live = adapter_requests(engine.timelines)
+    resident = Counter(engine.board.resident_adapters)
+    views = [
+        AdapterView(
+            name=adapter.name,
+            requests=engine.adapters.requests(adapter),
+            live=sum(live.get(adapter.name, ())),
+            resident=resident[adapter.index],
+        )
+        for adapter in engine.adapters
+    ]
+    return heapq.nlargest(MAX_ADAPTERS, views, key=lambda view: (view.resident > 0, view.requests))
 
 
 def _actors(engine: Engine) -> list[ActorView]:

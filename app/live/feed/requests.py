@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from app.live.feed.answers import HopView, MarkView, RequestView, Span, Waterfall
 from app.server.auth import may_access
+from telemetry.metrics.options import ADAPTER
 from telemetry.timeline import RequestTimeline, Timelines, Value
 
 __all__ = ["RequestViews"]
@@ -24,7 +25,7 @@ MAX_SHOWN = 64
 _SPANS = frozenset({"tokenize", "queue", "prefill", "decode"})
 _MAX_SPANS = 48
 
-_WORDS = frozenset({"worker", "reason", "error.type"})
+_WORDS = frozenset({"worker", "reason", "error.type", ADAPTER})
 """Attributes with text of the server. Other texts may quote a client."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
@@ -94,6 +95,7 @@ class RequestViews:
             cached_tokens=timeline.cached_tokens,
             output_tokens=timeline.output_tokens,
             error=timeline.outcome.error_type if timeline.outcome is not None else "",
+            adapter=str(timeline.request.get(ADAPTER, "")),
             spans=spans[-_MAX_SPANS:],
             marks=[(mark.name, round(mark.at, 4)) for mark in timeline.marks[-_MAX_SPANS:]],
         )

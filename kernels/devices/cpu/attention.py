@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cpu.cache import CpuCache, CpuCaches
@@ -13,8 +17,18 @@ from kernels.devices.cpu.cache_8bit import Pages8bit, Plan8bit
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.norm import CpuNorm
 from kernels.devices.cpu.operators import Native
-from kernels.devices.cpu.paged_attention import AttentionPlan, in_drafts, native_attention, paged_attention
+from kernels.devices.cpu.paged_attention import (
+    AttentionPlan,
+    NativeLatentHeads,
+    in_drafts,
+    native_attention,
+    native_latent,
+    paged_attention,
+)
 from kernels.devices.invariant.attention import InvariantPlan
+from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_cache import Vectors
+from kernels.devices.row_attention import CapAndSinks
 
 __all__ = ["CpuAttention", "CpuPlan"]
 
@@ -22,11 +36,15 @@ CpuPlan = AttentionPlan | Plan8bit | InvariantPlan
 
 
 class CpuAttention(Attention[CpuCache, CpuPlan]):
+    plans = frozenset({"sinks", "offsets"})
+    plans_latent = True
+
     def __init__(self, caches: CpuCaches, native: NativeOperators) -> None:
         super().__init__(caches)
         self._caches = caches
         self._native = native
         self._fitting = native.fitting
+        self._latent_heads: WeakKeyDictionary[LatentHeads, NativeLatentHeads] = WeakKeyDictionary()
 
     def plan(self, rows: AttentionRows, window: int) -> CpuPlan:
         planner = self._caches.planner
@@ -49,6 +67,49 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         kept = cache.kept if isinstance(cache, Pages8bit) else cache
         assert kept is not None
         return native_attention(queries, kept, plan, scale, native)
+
+    def attend_capped(
+        self, queries: Tensor, cache: CpuCache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
+    ) -> Tensor:
+        """As ``Attention.attend_capped``: sinks by native operators, else in plain torch over the rows of the plan."""
+        native, plan = self._fitting(queries.dtype, self._caches.fits_native), batch.plans.get(window)
+        kept = cache.kept if isinstance(cache, Pages8bit) else cache
+        sinks_alone = not extra.cap and not extra.growth_length
+        if native is not None and kept is not None and sinks_alone and isinstance(plan, AttentionPlan):
+            return native_attention(queries, kept, plan, scale, native, sinks=extra.sinks)
+        self._native.refuse("attention to such scores")
+        rows = plan.rows if batch.rows is None and isinstance(plan, AttentionPlan | Plan8bit) else batch.rows
+        return super().attend_capped(queries, cache, replace(batch, rows=rows), window, scale, extra)
+
+    def attend_latent(
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
+    ) -> Tensor:
+        """As ``Attention.attend_latent``: decodes and short chunks by native operators, where vectors are bf16."""
+        plan = batch.plans.get(0)
+        rows = plan.rows if batch.rows is None and isinstance(plan, AttentionPlan | Plan8bit) else batch.rows
+        fits = isinstance(cache, Tensor) and Native.fits_latent(cache.shape[1], cache.shape[2], heads.rank)
+        packs = fits and NativeLatentHeads.fits(heads)
+        native = self._fitting(queries.dtype, packs if self._native.recording else fits)
+        if native is None or rows is None:
+            return super().attend_latent(queries, cache, replace(batch, rows=rows), heads, scale)
+        assert isinstance(cache, Tensor)
+        packed = self._latent_heads.get(heads) if packs else None
+        if packs and packed is None:
+            packed = self._latent_heads[heads] = NativeLatentHeads(native, heads)
+        return native_latent(queries, cache, rows, heads, scale, native, packed)
+
+    def place_latent(
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
+    ) -> Tensor:
+        rope = cos.shape[-1]
+        fits = isinstance(cache, Tensor) and rope % 32 == 0 and (vectors.shape[1] - rope) % 16 == 0
+        native = self._fitting(queries.dtype, fits and isinstance(norm, CpuNorm))
+        if native is None:
+            return super().place_latent(queries, vectors, norm, cos, sin, cache, index)
+        assert isinstance(cache, Tensor)
+        assert isinstance(norm, CpuNorm)
+        native.place_latent(queries, vectors, (norm.plain, norm.eps), cos, sin, cache, index)
+        return queries
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         native = self._fitting(dtype, True)

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
 from kernels.devices.cache import KvCaches
 from kernels.devices.cpu.cache_8bit import Pages8bit
 from kernels.devices.cpu.large_pages import zeros
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.paged_attention import AttentionPlanner
+from kernels.devices.latent_cache import LatentCache
 from kernels.weights.quantization.cache import LayerScales, narrow
 
 __all__ = ["CpuCache", "CpuCaches"]
@@ -31,7 +33,7 @@ class CpuCaches(KvCaches[CpuCache]):
 
     def __init__(self, native: NativeOperators) -> None:
         super().__init__()
-        self._fitting = native.fitting
+        self._native, self._fitting = native, native.fitting
         self.planner: AttentionPlanner | None = None
         self.fits_native = True
 
@@ -61,6 +63,17 @@ class CpuCaches(KvCaches[CpuCache]):
         ]
         self.fits_native &= result[0].kept is not None
         return list(result)
+
+    def make_latent(
+        self, spec: Latent, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LatentCache:
+        self.page_size, self.planner = page_size, AttentionPlanner(page_size, dtype)
+        return super().make_latent(spec, pages, page_size, dtype, device)
+
+    def plans_latent(self, spec: Latent, page_size: int, dtype: torch.dtype) -> bool:
+        native = self._native.current is not None or self._native.building is not None
+        fits = Native.fits_latent(page_size, spec.dim + spec.rope_dim, spec.dim) and not spec.index_dim
+        return native and fits and dtype == torch.bfloat16 and super().plans_latent(spec, page_size, dtype)
 
     def clear(self, caches: Sequence[CpuCache], pages: list[int]) -> None:
         for cache in caches:

@@ -11,11 +11,13 @@ from kernels.devices.capture import Capture, CaptureRequest
 from kernels.devices.cpu.attention import CpuAttention
 from kernels.devices.cpu.decode_loop import CpuPass
 from kernels.devices.cpu.native_operators import NativeOperators
-from kernels.devices.cpu.paged_attention import with_short
+from kernels.devices.cpu.paged_attention import SHORT, with_short
 from kernels.devices.cpu.program import Program
 from kernels.devices.prepared import CapturedPasses, NativePass
 
 __all__ = ["CpuCapture"]
+
+_LONGEST = 256  # tokens of a prompt in a program: without one, the last layer computes only what is read of longer ones
 
 
 class CpuCapture(Capture):
@@ -38,7 +40,8 @@ class CpuCapture(Capture):
         def decode(batch: ForwardBatch) -> Tensor | None:
             return program.run(batch, with_short(next(iter(batch.plans.values())).rows))
 
-        return CapturedPasses((request.max_rows,), decode, max_tokens)
+        prompts = min(max_tokens, SHORT if program.latent else _LONGEST)
+        return CapturedPasses((request.max_rows,), decode, prompts, states=held)
 
     def native_pass(
         self,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contract.errors import UnsupportedError
 from kernels.devices.cpu.native_experts import ExpertProduct
 from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.recording import NotNative
@@ -92,6 +93,13 @@ class CpuLinear:
             return None
         weight = self.call.weight
         return ExpertProduct(weight, self.call.bias, gated=gated and Native.fits_gated(weight.outputs))
+
+    def weights(self) -> list[Tensor]:
+        """Weight and bias as they are kept. Raises UnsupportedError if they cannot be overwritten."""
+        if isinstance(self.call, PackedLinear):
+            raise UnsupportedError("their weights are packed by oneDNN, as there are no native operators")
+        weight = self.call.weight.memory if isinstance(self.call, NativeLinear) else self.call.weight
+        return [weight] if self.call.bias is None else [weight, self.call.bias]
 
     def adopt(self, native: Native) -> None:
         """Compute by ``native`` from now on, where it can."""

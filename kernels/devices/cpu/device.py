@@ -99,6 +99,9 @@ class CpuDevice(Device):
     def operators(self) -> str:
         return self.native.origin
 
+    def finish_operators(self) -> None:
+        self.native.wait()
+
     def renew_operators(self) -> bool:
         return self.native.renew()
 

@@ -15,6 +15,8 @@ __all__ = ["CpuElementwise"]
 
 
 class CpuElementwise(Elementwise):
+    norms_views = True
+
     def __init__(self, native: NativeOperators) -> None:
         super().__init__(torch.device("cpu"))
         self._native = native

@@ -7,16 +7,25 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kernels.contract.errors import UnsupportedError
 from kernels.core.operators import Linear
 from kernels.devices.cpu.dense_linear import CpuLinear
 from kernels.devices.cpu.linear import CpuLinearLayers
-from kernels.devices.cpu.native_experts import ExpertProduct, ExpertTable
+from kernels.devices.cpu.native_experts import ExpertProduct, ExpertTable, NativeChoice
 from kernels.devices.cpu.native_int8 import NativeInt8
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.cpu.recording import NotNative
-from kernels.devices.experts import ClampedGate, ExpertLayers, Experts, ExpertsInTurn, ExpertWeights, Routing, choose
+from kernels.devices.experts import (
+    ClampedGate,
+    ExpertLayers,
+    Experts,
+    ExpertsInTurn,
+    ExpertWeights,
+    Routing,
+    choose_places,
+)
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuantizedLinear
 
@@ -29,7 +38,7 @@ _BATCH_INVARIANT = (NativeWeight, NativeInt8)
 
 class CpuExperts:
     """[tokens, hidden] -> [tokens, hidden]. ``linears``: (gate and up, down) of each expert, as linear layers;
-    ``gate``: of each, in place of SwiGLU's.
+    ``gate``: of each, in place of SwiGLU's. ``choice``: the native router and choice, where they are not plain.
     ``count``: experts that the router knows.
     ``in_turn``: the same layer, one expert after the other; the log says once when only that can run it.
     """
@@ -42,8 +51,9 @@ class CpuExperts:
         fallbacks: Fallbacks,
         count: int,
         gate: ClampedGate | None = None,
+        choice: NativeChoice | None = None,
     ) -> None:
-        self._gate, self._count = gate, count
+        self._gate, self._count, self._choice = gate, count, choice
         self.in_turn = in_turn
         self._linears = tuple(linears)
         self._native = native
@@ -53,23 +63,44 @@ class CpuExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Raises NotNative while operators are recorded, if there is none for this layer."""
-        native, layer = self._native.current, self.in_turn
+        native, layer = self._fitting(x), self.in_turn
+        if native is None or self._table is None:
+            return layer(x)
+        routing = layer.routing
+        if routing.is_plain or self._choice is not None:
+            return native.experts(x, layer.router(x) if self._choice is None else self._choice, self._table, routing)
+        self._native.refuse("this choice of experts")
+        return native.experts_chosen(x, *choose_places(layer.router(x), routing), self._table)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.in_turn.route(x)
+
+    def run_places(self, x: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        native = self._fitting(x)
+        if native is None or self._table is None:
+            return self.in_turn.run_places(x, weights, places)
+        self._native.refuse("experts of other ranks")
+        return native.experts_chosen(x, weights, places, self._table)
+
+    def _fitting(self, x: Tensor) -> Native | None:
+        """The operators that can run the layer; None: there are none, for ``x`` or at all. Raises NotNative while
+        operators are recorded."""
+        native = self._native.current
         fits = native is not None and Native.fits_experts(x)
         if fits and self._sought is not native:
             self._sought, self._table = native, self._tabled()
         if native is not None and fits and self._table is not None:
-            routing = layer.routing
-            if routing.is_plain:
-                return native.experts(x, layer.router(x), self._table, routing.chosen, routing.normalized)
-            self._native.refuse("this choice of experts")
-            return native.experts_chosen(x, *choose(layer.router(x), routing), self._table)
+            return native
         if native is not None and native.recording:
             raise NotNative("a layer of experts")
         self._fallbacks.log("experts are run one by one by torch's operators: decodes are no program")
-        return layer(x)
+        return None
 
     def choose(self, x: Tensor) -> Tensor:
         return self.in_turn.choose(x)
+
+    def weights(self, number: int) -> list[Tensor]:
+        return [weight for linear in self._linears[number] for weight in _weights(linear)]
 
     def _tabled(self) -> ExpertTable | None:
         result: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
@@ -84,7 +115,20 @@ class CpuExperts:
             result.append((first, second))
         local = self.in_turn.routing.local or range(len(result))
         gate = None if self._gate is None else (self._gate.alpha, self._gate.limit)
-        return ExpertTable(result, gate, local.start, self._count)
+        dispatch = self.in_turn.routing.dispatch
+        return ExpertTable(result, gate, local.start, self._count if dispatch is None else dispatch.places)
+
+
+def _weights(linear: Linear) -> list[Tensor]:
+    """What ``Experts.weights`` has of a linear layer."""
+    if isinstance(linear, FakeQuantizedLinear):
+        return _weights(linear.linear)
+    if isinstance(linear, ConcatenatedLinear):
+        return [weight for piece in linear.pieces for weight in _weights(piece)]
+    if isinstance(linear, _NATIVE):
+        return linear.weights()
+    is_clipped = isinstance(linear, ClippedLinear)
+    raise UnsupportedError("their activations are clipped" if is_clipped else "no kernel supports them")
 
 
 def _products(linear: Linear, gated: bool) -> list[ExpertProduct] | None:
@@ -134,12 +178,16 @@ class CpuExpertLayers(ExpertLayers):
             )
             for expert in experts
         ]
+        choice = None
+        if NativeChoice.fits(routing):
+            router = router.float()  # which the layer in turn shares
+            choice = NativeChoice(router, bias, routing)
         in_turn = ExpertsInTurn(
             self.make_router(router, bias, routing),
             [(self._gated(up, gate), down) for up, down in linears],
             routing,
         )
-        return CpuExperts(in_turn, linears, self._native, self.fallbacks, router.shape[0], gate)
+        return CpuExperts(in_turn, linears, self._native, self.fallbacks, router.shape[0], gate, choice)
 
     def _gated(self, up: Linear, gate: ClampedGate | None) -> Linear:
         return self._linear.gate(up) if gate is None else lambda x: gate(up(x))

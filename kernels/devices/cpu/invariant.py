@@ -10,6 +10,7 @@ its dtype and sizes alone.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from kernels.contract.config import RunnerConfig
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Lookup, Norm
 from kernels.devices.cpu.attention import CpuAttention, CpuPlan
 from kernels.devices.cpu.cache import CpuCache, CpuCaches
@@ -25,11 +27,13 @@ from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.elementwise import CpuElementwise
 from kernels.devices.cpu.experts import CpuExpertLayers
 from kernels.devices.cpu.linear import CpuLinearLayers, fits_native
+from kernels.devices.cpu.low_rank import is_ordered
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put
 from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise, refuse_ranks
+from kernels.devices.invariant.low_rank import InvariantDelta, InvariantLookupDelta
 from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
 from kernels.devices.latent_attention import LatentHeads
@@ -91,6 +95,20 @@ class _LinearLayers(CpuLinearLayers):
         linear = super().make_dense(weight, bias, shared)
         return linear if self._serves(weight) else TiledLinear(linear, weight.shape[1], weight)
 
+    def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
+        if self._has_native_delta(down, up, sizes):
+            return super().make_delta(context, down, up, sizes)
+        return InvariantDelta(context, down, up, sizes)
+
+    def order_adapter(self, down: Tensor, up: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return super().order_adapter(down, up, sizes) if self._has_native_delta(down, up, sizes) else (down, up)
+
+    def _has_native_delta(self, down: Tensor, up: Tensor, sizes: Sequence[int]) -> bool:
+        return self._native.current is not None and is_ordered(down, up, sizes)
+
+    def make_lookup_delta(self, context: LayerContext, down: Tensor, up: Tensor) -> Delta:
+        return InvariantLookupDelta(context, down, up)
+
     def make_tied(self, table: Tensor | QuantizedWeight) -> tuple[Lookup, Linear]:
         if isinstance(table, Tensor) and not self._serves(table):
             return LinearLayers.make_tied(self, table)
@@ -109,6 +127,7 @@ class _LinearLayers(CpuLinearLayers):
 
 class _Attention(CpuAttention):
     invariant_latent = True
+    plans_latent = False
 
     def __init__(self, caches: CpuCaches, native: NativeOperators, put: Put) -> None:
         super().__init__(caches, native)

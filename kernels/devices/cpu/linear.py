@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.contract.cpu_isa import processor_isa
 from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Lookup
 from kernels.devices.cpu.dense_linear import CpuLinear, TiedLinear
-from kernels.devices.cpu.low_rank import SegmentedDelta
+from kernels.devices.cpu.low_rank import CpuLowRankDelta, is_ordered, order_down, order_up
 from kernels.devices.cpu.native.library import NEEDED_ISA
 from kernels.devices.cpu.native_blocks import NativeBlocks
 from kernels.devices.cpu.native_fp8 import NativeFp8
 from kernels.devices.cpu.native_grouped import NativeGrouped
 from kernels.devices.cpu.native_int8 import NativeInt8
 from kernels.devices.cpu.native_operators import NativeOperators
-from kernels.devices.cpu.operators import Native
+from kernels.devices.cpu.operators import LOW_RANK, Native
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.fallbacks import Fallbacks
@@ -52,7 +53,18 @@ class CpuLinearLayers(LinearLayers):
         return linear
 
     def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
-        return SegmentedDelta(context, down, up, sizes)
+        return CpuLowRankDelta(self._native, context, down, up, sizes)
+
+    def make_adapted(self, linear: Linear, delta: Delta) -> Linear:
+        if not isinstance(delta, CpuLowRankDelta):
+            return super().make_adapted(linear, delta)
+        return lambda x: delta(x, linear(x))  # which may be part of a program
+
+    def room_for_rank(self, rank: int, dtype: torch.dtype) -> int:
+        return -(-rank // LOW_RANK) * LOW_RANK if dtype == torch.bfloat16 else rank
+
+    def order_adapter(self, down: Tensor, up: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return (order_down(down), order_up(up)) if is_ordered(down, up, sizes) else (down, up)
 
     def make_lookup(self, table: Tensor | QuantizedWeight) -> Lookup:
         blocks = self._blocks(table)

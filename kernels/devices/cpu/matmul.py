@@ -15,7 +15,7 @@ from kernels.devices.cpu.native_grouped import NativeGrouped
 from kernels.devices.cpu.native_int8 import NativeInt8
 from kernels.devices.cpu.recording import OperatorRunner
 
-__all__ = ["AnyWeight", "MatmulOps", "NativeWeight", "products"]
+__all__ = ["AnyWeight", "HeadWeights", "MatmulOps", "NativeWeight", "products"]
 
 _LINEAR = 3
 _LINEAR8, _GROUPED, _BLOCKS = range(11, 14)
@@ -30,6 +30,20 @@ class NativeWeight:
         self.memory = empty_large(native.library.packed(self.outputs, self.inputs), torch.bfloat16)
         source = weight.contiguous()
         native.library.pack(source.data_ptr(), self.outputs, self.inputs, self.memory.data_ptr())
+
+
+class HeadWeights:
+    """Weights [heads, outputs, inputs], one for each head, in the layout of the native products, one after the
+    other."""
+
+    def __init__(self, native: OperatorRunner, weights: Tensor) -> None:
+        heads, self.outputs, self.inputs = weights.shape
+        each = native.library.packed(self.outputs, self.inputs)
+        self.memory = empty_large(heads * each, torch.bfloat16)
+        for head, weight in enumerate(weights):
+            source = weight.contiguous()
+            place = self.memory[head * each :].data_ptr()
+            native.library.pack(source.data_ptr(), self.outputs, self.inputs, place)
 
 
 AnyWeight: TypeAlias = NativeWeight | NativeInt8 | NativeGrouped | NativeFp8 | NativeBlocks

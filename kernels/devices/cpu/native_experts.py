@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kernels.devices.cpu.matmul import AnyWeight, products
 from kernels.devices.cpu.native.library import Op
+from kernels.devices.experts import Routing
 
-__all__ = ["ExpertProduct", "ExpertTable"]
+__all__ = ["ExpertProduct", "ExpertTable", "NativeChoice"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,47 @@ class _Expert(ctypes.Structure):
         ("clip_up", ctypes.c_double),
         ("clip_down", ctypes.c_double),
     )
+
+
+class _Choice(ctypes.Structure):
+    """``Choice`` of kernels/devices/cpu/native/experts.h."""
+
+    _fields_ = (
+        ("bias", ctypes.c_void_p),
+        ("correction", ctypes.c_void_p),
+        ("is_sigmoid", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("top_groups", ctypes.c_int64),
+        ("is_pair_sum", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+    )
+
+
+class NativeChoice:
+    """A router in float32 with a choice that is more than a softmax, for the native operator.
+
+    ``router`` float32 [experts, hidden]; ``bias`` [experts]. ``address``: of the choice, which lives as long as this.
+    """
+
+    def __init__(self, router: Tensor, bias: Tensor | None, routing: Routing) -> None:
+        self.router = router.contiguous()
+        correction = routing.correction
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._correction = None if correction is None else correction.float().contiguous()
+        self._choice = _Choice(
+            None if self._bias is None else self._bias.data_ptr(),
+            None if self._correction is None else self._correction.data_ptr(),
+            routing.scores == "sigmoid",
+            routing.groups,
+            routing.top_groups,
+            routing.pair_sum,
+            routing.scale,
+        )
+        self.address = ctypes.addressof(self._choice)
+
+    @staticmethod
+    def fits(routing: Routing) -> bool:
+        return not routing.is_plain and routing.scores in ("softmax", "sigmoid") and not routing.on_inputs
 
 
 class ExpertTable:

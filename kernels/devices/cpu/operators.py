@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,22 +12,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.layer_context import LayerContext
 from kernels.core.operators import Draws, Masks
-from kernels.devices.cpu.matmul import MatmulOps, NativeWeight, products
+from kernels.devices.cpu.matmul import HeadWeights, MatmulOps, NativeWeight, products
 from kernels.devices.cpu.native.library import Op, Step
 from kernels.devices.cpu.native_blocks import NativeBlocks, NativeRows
-from kernels.devices.cpu.native_experts import ExpertTable
+from kernels.devices.cpu.native_experts import ExpertTable, NativeChoice
 from kernels.devices.cpu.native_fp8 import NativeFp8
 from kernels.devices.cpu.native_grouped import NativeGrouped
 from kernels.devices.cpu.native_int8 import NativeInt8
 from kernels.devices.cpu.recording import OperatorRunner
+from kernels.devices.experts import Routing
 from kernels.weights.quantization.cache import LayerScales
 
-__all__ = ["Cache8bit", "Native", "NativeWeight"]
+__all__ = ["LOW_RANK", "Cache8bit", "LowRankPlaces", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
 _ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
 _WRITE_8BIT, _FAKE_QUANTIZE, _NORM_ROPE_CACHE, _DRAW = range(14, 18)
+_PLACES, _LOW_RANK, _PLACE_LATENT, _HEADS = range(19, 23)
 _CACHE_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -41,6 +45,22 @@ class Cache8bit:
     scales: Tensor | None
     fixed: LayerScales | None
     by_head: Tensor | None
+
+
+LOW_RANK = 16
+"""What ranks, and outputs of modules, are multiples of for ``Native.add_low_rank``."""
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankPlaces:
+    """The matrices of adapters of a layer, in the order of LOW_RANK of program.h: ``down`` [places,
+    modules * rank, inputs], ``up`` [places, rank, outputs]. ``ends`` int64 [modules]: of the modules' outputs.
+    ``context``: of the rows' places."""
+
+    context: LayerContext
+    down: Tensor
+    up: Tensor
+    ends: npt.NDArray[np.int64]
 
 
 class Native(OperatorRunner):
@@ -143,27 +163,35 @@ class Native(OperatorRunner):
     def fits_experts(x: Tensor) -> bool:
         return x.shape[1] % 16 == 0 and x.dtype == torch.bfloat16
 
-    def experts(self, x: Tensor, logits: Tensor, table: ExpertTable, chosen: int, normalized: bool) -> Tensor:
-        """A layer of experts, of which each token takes the ``chosen`` most likely by ``logits`` [rows, experts]."""
+    def experts(self, x: Tensor, router: Tensor | NativeChoice, table: ExpertTable, routing: Routing) -> Tensor:
+        """A layer of experts. ``router``: logits [rows, experts] of a plain ``routing``, or what computes others."""
         rows, width = x.shape
+        choice = None if isinstance(router, Tensor) else router
+        given = router if isinstance(router, Tensor) else router.router
         out = self._empty(rows, width)
         op = Op(
             kind=_EXPERTS,
             a=x.data_ptr(),
-            b=logits.data_ptr(),
+            b=given.data_ptr(),
             c=table.address,
             out=out.data_ptr(),
             stride_a=x.stride(0),
-            stride_b=logits.stride(0),
+            stride_b=given.stride(0),
             stride_out=width,
             i0=width,
-            i1=logits.shape[1],
-            i2=chosen,
+            i1=given.shape[0 if choice else 1],
+            i2=routing.chosen,
             i3=table.inner,
             fixed=None if table.gate is None else ctypes.addressof(table.gate),
-            i4=normalized,
+            i4=routing.normalized,
+            i5=table.count,
+            by_head=None if choice is None else choice.address,
         )
-        self._call(op, Step(rows), table)
+        dispatch = routing.dispatch
+        if dispatch is not None:
+            places = dispatch.table if dispatch.source is None else dispatch.table[dispatch.source].unsqueeze(0)
+            op.offsets, op.i6 = places.data_ptr(), len(places)
+        self._call(op, Step(rows), table, dispatch, choice)
         return out
 
     def experts_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, table: ExpertTable) -> Tensor:
@@ -186,6 +214,7 @@ class Native(OperatorRunner):
             i3=table.inner,
             fixed=None if table.gate is None else ctypes.addressof(table.gate),
             scales=weights.data_ptr(),
+            i5=table.count,
         )
         self._call(op, Step(rows), table, ids, weights)
         return out
@@ -270,15 +299,25 @@ class Native(OperatorRunner):
         return page_size % 16 == 0 and dim in _HEAD_DIMS
 
     def attention(
-        self, queries: Tensor, cache: Tensor | Cache8bit, step: Step, window: int, scale: float, out: Tensor
+        self,
+        queries: Tensor,
+        cache: Tensor | Cache8bit,
+        step: Step,
+        window: int,
+        scale: float,
+        out: Tensor,
+        *,
+        sinks: Tensor | None = None,
     ) -> None:
-        """``queries`` [rows, heads, dim] over the pages of ``step``; ``out`` [rows, heads * dim]."""
+        """``queries`` [rows, heads, dim] over the pages of ``step``; ``out`` [rows, heads * dim]. ``sinks`` float32
+        [heads]: as ``CapAndSinks``."""
         _, heads, dim = queries.shape
         _, page_size, _, kv_heads, _ = _values(cache).shape
         op = Op(
             kind=_ATTENTION,
             a=queries.data_ptr(),
             b=_values(cache).data_ptr(),
+            c=None if sinks is None else sinks.data_ptr(),
             out=out.data_ptr(),
             stride_a=queries.stride(0),
             stride_out=out.stride(0),
@@ -289,7 +328,94 @@ class Native(OperatorRunner):
             i4=page_size,
             f0=scale,
         )
-        self._call(_of(op, cache), step, *_held(cache))
+        self._call(_of(op, cache), step, *_held(cache), sinks)
+
+    @staticmethod
+    def fits_latent(page_size: int, width: int, rank: int) -> bool:
+        return page_size % 16 == 0 and width % 32 == 0 and rank % 32 == 0
+
+    @staticmethod
+    def is_latent(op: Op) -> bool:
+        """Whether it is of ``attend_latent``."""
+        return bool(op.kind == _ATTENTION and op.i5)
+
+    def place_latent(
+        self,
+        queries: Tensor,
+        vectors: Tensor,
+        norm: tuple[Tensor, float],
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        index: Tensor,
+    ) -> None:
+        """As ``Attention.place_latent``, with queries in place; while recording to the step's index. ``norm``: its
+        weight float32 [rank] and eps."""
+        rows, heads, dim = queries.shape
+        weight, eps = norm
+        op = Op(
+            kind=_PLACE_LATENT,
+            a=queries.data_ptr(),
+            b=vectors.data_ptr(),
+            c=cos.data_ptr(),
+            out=cache.data_ptr(),
+            stride_a=queries.stride(0),
+            stride_b=vectors.stride(0),
+            i0=dim,
+            i1=heads,
+            i2=cos.shape[-1],
+            i3=len(weight),
+            i4=weight.data_ptr(),
+            f0=eps,
+            fixed=sin.data_ptr(),
+        )
+        self._call(op, Step(rows, index=index.data_ptr()), cache, weight)
+
+    def multiply_heads(self, x: Tensor, weights: HeadWeights, trailing: int = 0) -> Tensor:
+        """``x`` [rows, heads, inputs + trailing] -> [rows, heads, outputs + trailing]: the product of each head with
+        its weight; trailing numbers are copied."""
+        rows, heads, _ = x.shape
+        width = weights.outputs + trailing
+        out = self._empty(rows, heads * width)
+        op = Op(
+            kind=_HEADS,
+            a=x.data_ptr(),
+            b=weights.memory.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=heads * width,
+            i0=weights.inputs,
+            i1=weights.outputs,
+            i2=heads,
+            i3=x.stride(1),
+            i4=width,
+            i5=trailing,
+        )
+        self._call(op, Step(rows), weights.memory)
+        return out.view(rows, heads, width)
+
+    def attend_latent(self, queries: Tensor, cache: Tensor, step: Step, rank: int, scale: float) -> Tensor:
+        """Causal attention of ``queries`` [tokens, heads, width] over the latent vectors of ``cache`` [pages,
+        page_size, width] in the pages of ``step``, which has no prompts -> sums of their first ``rank`` numbers
+        [tokens, heads, rank]."""
+        tokens, heads, width = queries.shape
+        out = self._empty(tokens, heads * rank)
+        op = Op(
+            kind=_ATTENTION,
+            a=queries.data_ptr(),
+            b=cache.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=queries.stride(0),
+            stride_out=out.stride(0),
+            i0=width,
+            i1=heads,
+            i2=1,
+            i4=cache.shape[1],
+            i5=rank,
+            f0=scale,
+        )
+        self._call(op, step, cache)
+        return out.view(tokens, heads, rank)
 
     @staticmethod
     def fits_add(width: int) -> bool:
@@ -387,6 +513,35 @@ class Native(OperatorRunner):
         )
         self._call(op, Step(rows))
         return out
+
+    @staticmethod
+    def fits_low_rank(inputs: int, rank: int, sizes: Sequence[int]) -> bool:
+        return inputs % 4 == 0 and rank % LOW_RANK == 0 and not any(size % LOW_RANK for size in sizes)
+
+    def add_low_rank(self, x: Tensor, adapted: LowRankPlaces, out: Tensor) -> None:
+        """``out`` [rows, outputs] += ``x @ down[p].T @ up[p]`` of each row's place; while recording, of its page's."""
+        rows, inputs = x.shape
+        if self._recording is None:
+            places = adapted.context.rows
+            self._call(Op(kind=_PLACES, a=places.data_ptr(), i1=len(adapted.down)), Step(rows))
+        else:
+            pages, size = adapted.context.pages
+            self._recording.add_once(Op(kind=_PLACES, a=pages.data_ptr(), i0=size, i1=len(adapted.down)), pages)
+        op = Op(
+            kind=_LOW_RANK,
+            a=x.data_ptr(),
+            b=adapted.down.data_ptr(),
+            c=adapted.up.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=out.stride(0),
+            i0=inputs,
+            i1=out.shape[1],
+            i2=adapted.up.shape[1],
+            i3=len(adapted.ends),
+            i4=adapted.ends.ctypes.data,
+        )
+        self._call(op, Step(rows), adapted)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         rows, inner = x.shape[0], x.shape[1] // 2

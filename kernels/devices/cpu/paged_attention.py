@@ -18,15 +18,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.core.arrays import Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.tree import MAX_NODES, chain_bits, unpack_bits, within_window
+from kernels.devices.cpu.matmul import HeadWeights
+from kernels.devices.cpu.native.library import Step
 from kernels.devices.cpu.operators import Cache8bit, Native
 from kernels.devices.cpu.program import step_of
+from kernels.devices.latent_attention import LatentHeads, attend_latent_heads
 
 __all__ = [
     "SHORT",
     "AttentionPlan",
     "AttentionPlanner",
+    "NativeLatentHeads",
     "in_drafts",
     "native_attention",
+    "native_latent",
     "paged_attention",
     "with_short",
 ]
@@ -255,14 +260,69 @@ def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: 
 
 
 def native_attention(
-    queries: Tensor, cache: Tensor | Cache8bit, plan: AttentionPlan, scale: float, native: Native
+    queries: Tensor,
+    cache: Tensor | Cache8bit,
+    plan: AttentionPlan,
+    scale: float,
+    native: Native,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """``paged_attention`` by native operators, whose plan it is."""
+    """``paged_attention`` by native operators, whose plan it is. ``sinks``: as ``CapAndSinks``."""
     out = native.empty_attention(queries)
     step, keep_alive = step_of(plan.rows)
-    native.attention(queries, cache, step, plan.window, scale, out)
+    native.attention(queries, cache, step, plan.window, scale, out, sinks=sinks)
     del keep_alive
     return out
+
+
+class NativeLatentHeads:
+    """``LatentHeads`` with products in native operators."""
+
+    def __init__(self, native: Native, heads: LatentHeads) -> None:
+        self.rank = heads.rank
+        self._keys = HeadWeights(native, heads.keys.transpose(1, 2))
+        self._values = HeadWeights(native, heads.values.transpose(1, 2))
+
+    @staticmethod
+    def fits(heads: LatentHeads) -> bool:
+        """Whether there are native products of such sizes."""
+        sizes = heads.keys.shape[1], heads.rank, heads.values.shape[2]
+        return heads.keys.dtype == torch.bfloat16 and not any(size % 32 for size in sizes)
+
+    def attend(self, queries: Tensor, cache: Tensor, step: Step, scale: float, native: Native) -> Tensor:
+        """As ``Attention.attend_latent``, over the pages of a ``step`` without prompts."""
+        absorbed = native.multiply_heads(queries, self._keys, queries.shape[2] - self._keys.inputs)
+        return native.multiply_heads(native.attend_latent(absorbed, cache, step, self.rank, scale), self._values)
+
+
+def native_latent(
+    queries: Tensor,
+    cache: Tensor,
+    rows: AttentionRows,
+    heads: LatentHeads,
+    scale: float,
+    native: Native,
+    packed: NativeLatentHeads | None = None,
+) -> Tensor:
+    """``attend_latent_heads`` by native operators, but for chunks of more than ``SHORT`` tokens. ``packed``: the
+    heads, if their sizes fit."""
+    rows = with_short(rows)
+    few = rows.decodes + rows.verifies
+    first = replace(rows, starts=rows.starts[:few], counts=rows.counts[:few], pages=rows.pages[:few])
+    rest = AttentionRows(rows.starts[few:], rows.counts[few:], rows.pages[few:], 0)
+    tokens, parts = int(first.counts.sum()), []
+    if tokens:
+        step, keep_alive = step_of(first)
+        if packed is not None:
+            parts.append(packed.attend(queries[:tokens], cache, step, scale, native))
+        else:
+            absorbed = torch.cat(heads.absorb(queries[:tokens]), 2)
+            parts.append(heads.expand(native.attend_latent(absorbed, cache, step, heads.rank, scale)))
+        del keep_alive
+    if tokens < len(queries):
+        parts.append(attend_latent_heads(queries[tokens:], cache, rest, heads, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _decode(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:

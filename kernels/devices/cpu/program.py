@@ -24,8 +24,8 @@ __all__ = ["Program", "step_of"]
 
 @dataclass(frozen=True)
 class Program:
-    """A recorded forward pass. ``out`` [tokens, hidden]: its result, overwritten by the next
-    step."""
+    """A recorded forward pass. ``out`` [tokens, hidden]: its result, overwritten by the next step. ``latent``: whether
+    it attends to latent vectors, which it does not for prompts of more than ``SHORT`` tokens."""
 
     native: Native
     ops: Any
@@ -33,6 +33,7 @@ class Program:
     out: Tensor
     states: Tensor | None
     keep_alive: list[object]
+    latent: bool
 
     @classmethod
     def record(
@@ -58,7 +59,8 @@ class Program:
         except NotNative:
             return None
         ops = recording.ops
-        return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.keep_alive)
+        latent = any(map(native.is_latent, ops))
+        return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.keep_alive, latent)
 
     def run_decodes(self, rows: DecodeTokens) -> None:
         """Run the recorded operators; their outputs are the results."""
@@ -84,9 +86,12 @@ class Program:
         count = len(batch.token_ids)
         if count > len(self.out):
             return None
-        if self.states is not None and batch.states is not None:
-            self.states[:count].copy_(batch.states)
+        given = batch.states
+        if self.states is not None and given is not None and given.data_ptr() != self.states.data_ptr():
+            self.states[:count].copy_(given)
         step, keep_alive = step_of(rows)
+        if step.prompts and self.latent:
+            return None
         ids = batch.token_ids if batch.token_ids.dtype == torch.int32 else batch.token_ids.to(torch.int32)
         step.rows = count
         step.ids = ids.data_ptr()

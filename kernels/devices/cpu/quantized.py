@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.contract.errors import UnsupportedError
 from kernels.devices.cpu.native_blocks import NativeBlocks
 from kernels.devices.cpu.native_experts import ExpertProduct
 from kernels.devices.cpu.native_fp8 import NativeFp8
@@ -55,6 +56,12 @@ class CpuInt8Linear:
             return None
         return ExpertProduct(self._packed, self.bias, gated=gated and Native.fits_gated(self._packed.outputs))
 
+    def weights(self) -> list[Tensor]:
+        """As CpuLinear's. A static scale of tokens is in the native operator itself."""
+        if self._packed is None or self._packed.scale:
+            raise UnsupportedError("their int8 weights have static scales of tokens, or no native operators")
+        return _kept([self._packed.memory], self.bias)
+
     def adopt(self, native: Native) -> None:
         """Compute by ``native`` from now on, where it can."""
         self.native = native
@@ -92,6 +99,11 @@ class CpuGroupedLinear:
         """As CpuLinear's."""
         return ExpertProduct(self._packed, self.bias, gated=gated and Native.fits_gated(self._packed.outputs))
 
+    def weights(self) -> list[Tensor]:
+        """As CpuLinear's."""
+        order = self._packed.order if isinstance(self._packed, NativeGrouped) else None
+        return _kept([self._packed.memory] if order is None else [self._packed.memory, order], self.bias)
+
 
 class CpuBlocksLinear:
     """Native products with the blocks of GGUF files."""
@@ -118,6 +130,10 @@ class CpuBlocksLinear:
         """As CpuLinear's."""
         return ExpertProduct(self._packed, self.bias, gated=gated and self._fits_gated)
 
+    def weights(self) -> list[Tensor]:
+        """As CpuLinear's."""
+        return _kept([rows.memory for rows in self._packed.rows], self.bias)
+
     @property
     def _fits_gated(self) -> bool:
         return len(self._packed.rows) == 1 and Native.fits_gated(self._packed.outputs)
@@ -126,3 +142,7 @@ class CpuBlocksLinear:
         """``ids`` int [tokens] -> [tokens, inputs], rows of a weight of one type."""
         (rows,) = self._packed.rows
         return self.native.lookup(ids, rows)
+
+
+def _kept(weights: list[Tensor], bias: Tensor | None) -> list[Tensor]:
+    return weights if bias is None else [*weights, bias]

@@ -114,6 +114,11 @@ class Recording:
         self.ops.append(op)
         self.keep_alive.extend(keep_alive)
 
+    def add_once(self, op: Op, *keep_alive: object) -> None:
+        """Add an operator that a program needs once, before the first that reads what it finds."""
+        if all(other.kind != op.kind for other in self.ops):
+            self.add(op, keep_alive)
+
     def empty(self, rows: int, width: int) -> Tensor:
         if rows != self.rows:
             raise NotNative(f"an operator ran {rows} rows of {self.rows}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.contract.config import RunnerConfig
@@ -66,11 +67,18 @@ class CudaCapture(Capture):
             nothing = chain(torch.zeros((1, tokens), dtype=torch.int64, device=self._device))
             null_pages = np.zeros((1, -(-tokens // config.page_size)), dtype=np.int32)
             graphs.verify(np.zeros(1, dtype=np.int64), null_pages, nothing)
+
+        def decode(batch: ForwardBatch, size: int = 0) -> Tensor | None:
+            plan = _any_plan(batch)
+            return None if plan is None else graphs.run(batch, plan, size)
+
         return CapturedPasses(
             tuple(graphs.sizes),
-            lambda batch: None if (plan := _any_plan(batch)) is None else graphs.run(batch, plan),
+            decode,
             verify=None if request.bounded else graphs.verify,  # rows of bounded groups come with a batch
             accept_outputs=graphs.accept_outputs,
+            states=graphs.states,
+            run_sized=decode,
         )
 
     def steps(self, request: StepCaptureRequest) -> CapturedSteps | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.core.layer_context import Delta, LayerContext
@@ -13,7 +14,7 @@ from kernels.devices.cuda.matmul.autotune import Choices
 from kernels.devices.cuda.matmul.eight_bit import EightBitLinear
 from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
-from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta
+from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta, make_up
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear, Fuses
 from kernels.devices.cuda.matmul.residual_linear import CudaResidualLinear
 from kernels.devices.elementwise import Elementwise
@@ -26,6 +27,8 @@ __all__ = ["CudaLinearLayers"]
 
 class CudaLinearLayers(LinearLayers):
     """``choices``: measures alternative kernels."""
+
+    skips_adapters = True
 
     def __init__(self, elementwise: Elementwise, fallbacks: Fallbacks, choices: Choices) -> None:
         super().__init__(elementwise, fallbacks)
@@ -48,6 +51,14 @@ class CudaLinearLayers(LinearLayers):
         if isinstance(norm, CudaNorm) and isinstance(linear, Fuses):
             return CudaNormThenLinear(norm, linear, self._choices)
         return super().make_norm_then_linear(norm, linear)
+
+    def fuse_adapted(self, linear: Linear, delta: Delta, gated: bool) -> Linear:
+        if isinstance(linear, CudaLinear) and isinstance(delta, CudaLowRankDelta):
+            return CudaLinear(linear.weight, linear.bias, self._choices, gated, delta=delta)
+        return super().fuse_adapted(linear, delta, gated)
+
+    def make_up(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return make_up(shape, dtype, device)
 
     def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
         return CudaLowRankDelta(context, down, up, sizes)

@@ -17,6 +17,7 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import UnsupportedError
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
@@ -26,6 +27,7 @@ from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put, attend
 from kernels.devices.invariant.elementwise import by_lines
 from kernels.devices.invariant.latent import attend_latent
+from kernels.devices.invariant.low_rank import InvariantDelta, InvariantLookupDelta
 from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
 from kernels.devices.latent_attention import LatentHeads
@@ -97,6 +99,12 @@ class InvariantLinearLayers(LinearLayers):
 
     def make_dense(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         return TiledLinear(self.own.make_dense(weight, bias, shared), weight.shape[1], weight)
+
+    def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
+        return InvariantDelta(context, down, up, sizes)
+
+    def make_lookup_delta(self, context: LayerContext, down: Tensor, up: Tensor) -> Delta:
+        return InvariantLookupDelta(context, down, up)
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         return self.make_dequantized(weight, bias, "--enable-deterministic-inference has products of floats alone")

@@ -7,6 +7,7 @@ attention.py           splits the rows of a step; backends.py: which kernels tak
     native_attention.py    plain torch for the rest
 latent_attention.py    latent vectors; latent_prologue.py: from tokens to them in one operator
 linear.py              linear layers; quantized.py, weight_only.py, microscaling.py: quantized weights
+    low_rank.py            what adapters add to them
 experts.py             layers of experts    cache.py, int8_cache.py: keys and values
 capture.py, graphs.py  NPU graphs           invariant.py: batch-invariant results    errors.py: CANN's errors for users
 ../npu_triton          kernels of our own

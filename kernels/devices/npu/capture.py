@@ -62,13 +62,15 @@ class NpuCapture(Capture):
             self._memory.put,
         )
 
-        def decode(batch: ForwardBatch) -> Tensor | None:
+        def decode(batch: ForwardBatch, size: int = 0) -> Tensor | None:
             plan = next(iter(batch.plans.values()))
             only = plan.parts[0] if len(plan.parts) == 1 else None
             pages = None if only is None or isinstance(only, DequantizedPart) else only.pages
-            return graphs.run(batch, plan.rows, pages)
+            return graphs.run(batch, plan.rows, pages, size)
 
-        return CapturedPasses(tuple(graphs.sizes), decode) if graphs.sizes else None
+        if not graphs.sizes:
+            return None
+        return CapturedPasses(tuple(graphs.sizes), decode, states=graphs.states, run_sized=decode)
 
     def steps(self, request: StepCaptureRequest) -> CapturedSteps | None:
         config, mask = self._config, self._caches.mask

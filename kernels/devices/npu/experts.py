@@ -16,6 +16,7 @@ from kernels.core.operators import Linear
 from kernels.devices.experts import (
     EPSILON,
     ClampedGate,
+    Communicator,
     ExpertInputs,
     ExpertLayers,
     Experts,
@@ -27,6 +28,7 @@ from kernels.devices.experts import (
 )
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
+from kernels.devices.npu.expert_exchange import exchange_algorithm, exchange_limit
 from kernels.devices.npu.microscaling import mx_fits, mx_scales, round_mx
 from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
@@ -74,7 +76,8 @@ class NpuExperts(StackedExperts[_Stack]):
     weight-only in 4 bits (grouped or not) or 8.
 
     Weights are [experts, inputs, outputs]; those of floats and of int8 by int8 are in NZ tiles if the device keeps
-    them, others in rows.
+    them, others in rows. Experts that move between ranks are in rows, since tiles can be neither sliced nor overwritten
+    in part.
     """
 
     def __init__(
@@ -175,8 +178,20 @@ class NpuExperts(StackedExperts[_Stack]):
     def choose(self, x: Tensor) -> Tensor:
         return self._choose(self.router(x))[1]
 
+    def weights(self, number: int) -> list[Tensor]:
+        result = [*self._biases]
+        for stack in (self.gate_up, self.down):
+            result += [stack.values, stack.scales, stack.powers, stack.factors, stack.offsets]
+            if stack.before is not None:
+                result += [stack.before.orders, stack.before.clips]
+        return [tensor[number] for tensor in result if tensor is not None]
+
     def _fits_tiles(self, values: Tensor) -> bool:
-        """Whether the device keeps [experts, inputs, outputs] in the cube unit's tiles: they divide it."""
+        """Whether the device keeps [experts, inputs, outputs] in the cube unit's tiles: they divide it, and nothing is
+        written to it later."""
+        dispatch = self.routing.dispatch
+        if dispatch is not None and dispatch.moves:
+            return False
         rows, columns = _TILE[values.itemsize]
         return self._soc.nz_weights and values.shape[1] % rows == 0 and values.shape[2] % columns == 0
 
@@ -187,7 +202,21 @@ class NpuExperts(StackedExperts[_Stack]):
     def __call__(self, x: Tensor) -> Tensor:
         logits = self.router(x)
         weights, experts = self._choose(logits)
-        pairs, chosen, local = len(x), self.routing.chosen, self.routing.local or range(logits.shape[1])
+        dispatch = self.routing.dispatch
+        if dispatch is None:
+            return self._run(x, weights, experts, logits.shape[1])
+        return self._run(x, weights, dispatch(experts), dispatch.places)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = self._choose(self.router(x))
+        return weights, experts if self.routing.dispatch is None else self.routing.dispatch(experts)
+
+    def run_places(self, x: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        return self._run(x, weights, places, self.count * self.routing.parts)
+
+    def _run(self, x: Tensor, weights: Tensor, experts: Tensor, total: int) -> Tensor:
+        """``experts`` int32: the places, of ``total``, that each token takes."""
+        pairs, chosen, local = len(x), self.routing.chosen, self.routing.local or range(total)
         if self.routing.on_inputs:  # each pair is a token of its own
             x = (x.unsqueeze(1) * weights.unsqueeze(2).to(x.dtype)).flatten(0, 1)
             weights, experts = torch.ones_like(weights).view(-1, 1), experts.view(-1, 1)
@@ -196,44 +225,78 @@ class NpuExperts(StackedExperts[_Stack]):
             x.contiguous(),
             experts,
             active_num=pairs * chosen,
-            expert_num=logits.shape[1],
+            expert_num=total,
             expert_tokens_num_type=1,  # counts
             expert_tokens_num_flag=True,
             quant_mode=1 if rounds else -1,
             active_expert_range=[local.start, local.stop],
         )
-        places = index
+        stand = index
         if self.routing.local is not None:  # the index of pairs whose expert is elsewhere is -1
             here = index >= 0
             weights = weights * here.view(weights.shape)
-            places, index = torch.where(here, index, len(index)), index.clamp(min=0)
+            stand, index = torch.where(here, index, len(index)), index.clamp(min=0)
         owners, (first_bias, last_bias) = experts.flatten(), self._biases
         biased = first_bias is not None or last_bias is not None
         if biased or self.gate_up.before is not None or self.down.before is not None:
-            owners = self._owners(owners, places)
+            owners = self._owners(owners, stand)
         if self.gate_up.before is not None:
             rows = self.gate_up.before(rows, owners)
         if not rounds:
             rows, scales = _rounded(rows, self.gate_up)
-        if self._fused:
-            inner, scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-                rows, [self.gate_up.values], [self.gate_up.scales], scales, counts, group_list_type=1
-            )
-        else:
-            both = _multiply(rows, scales, self.gate_up, counts, x.dtype)
-            both = both if first_bias is None else both + first_bias.index_select(0, owners)
-            inner = torch_npu.npu_swiglu(both) if self._gate is None else self._gate(both)
-            if self.down.before is not None:
-                inner = self.down.before(inner, owners)
-            inner, scales = _rounded(inner, self.down)
-        out = _multiply(inner, scales, self.down, counts, x.dtype)
-        out = out if last_bias is None else out + last_bias.index_select(0, owners)
+        out = self._products(rows, scales, counts, x.dtype, owners)
         if self.routing.local is not None:  # rows that no expert wrote may be NaN, and row 0 stands for those elsewhere
             out[:1].masked_fill_(counts.sum() == 0, 0.0)
         result: Tensor = torch_npu.npu_moe_finalize_routing(
             out, None, None, None, weights.to(x.dtype), index, experts, drop_pad_mode=2
         )
         return result.unflatten(0, (pairs, chosen)).sum(1) if self.routing.on_inputs else result
+
+    def _products(
+        self, rows: Tensor, scales: Tensor | None, counts: Tensor, dtype: torch.dtype, owners: Tensor | None = None
+    ) -> Tensor:
+        """The results of rows that are sorted by expert, with their ``owners``, which biases and steps on inputs read;
+        rows and ``scales`` are rounded as the weights need it."""
+        first_bias, last_bias = self._biases
+        if self._fused:
+            inner, scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+                rows, [self.gate_up.values], [self.gate_up.scales], scales, counts, group_list_type=1
+            )
+        else:
+            both = _multiply(rows, scales, self.gate_up, counts, dtype)
+            if first_bias is not None and owners is not None:
+                both = both + first_bias.index_select(0, owners)
+            inner = torch_npu.npu_swiglu(both) if self._gate is None else self._gate(both)
+            if self.down.before is not None and owners is not None:
+                inner = self.down.before(inner, owners)
+            inner, scales = _rounded(inner, self.down)
+        out = _multiply(inner, scales, self.down, counts, dtype)
+        return out if last_bias is None or owners is None else out + last_bias.index_select(0, owners)
+
+    def exchange_rows(self, ranks: int) -> int:
+        plain = self._biases == (None, None) and self.gate_up.before is None and self.down.before is None
+        if not plain or not self._soc.exchanges_experts or self.routing.on_inputs:
+            return 0
+        return exchange_limit(
+            self._soc.generation, self.gate_up.values.shape[1], self.count, self.routing.chosen, ranks
+        )
+
+    def run_exchanged(
+        self, x: Tensor, weights: Tensor, places: Tensor, mask: Tensor, communicator: Communicator
+    ) -> Tensor:
+        alike = {"x_active_mask": mask, "shared_expert_num": 0, "comm_alg": exchange_algorithm(self._soc.generation)}
+        group = communicator.name, communicator.size, communicator.rank, self.count * communicator.size
+        rounds = self.gate_up.scales is not None
+        rows, scales, assist, counts, received, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(
+            x, places, *group, quant_mode=2 if rounds else 0, expert_token_nums_type=1, **alike
+        )
+        if not rounds:
+            rows, scales = _rounded(rows, self.gate_up)
+        out = self._products(rows, scales, counts, x.dtype)
+        result: Tensor = torch_npu.npu_moe_distribute_combine_v2(
+            out, places, assist, received, weights, *group, **alike
+        )
+        return result
 
     def _owners(self, experts: Tensor, places: Tensor) -> Tensor:
         """The expert here of each row, from ``experts`` of the pairs [pairs] and the ``places`` of their rows."""
@@ -302,6 +365,18 @@ def _stack_of_groups(weights: Sequence[GroupedWeight], before: ExpertInputs | No
     return _Stack(torch.stack(values), None, None, torch.stack(factors), torch.stack(offsets), before)
 
 
+def _stored(experts: Sequence[ExpertWeights]) -> list[list[Tensor]]:
+    """What the linear layers of each expert read; empty unless all is float32, which they keep as it is."""
+    result = []
+    for expert in experts:
+        parts = [expert.gate_up, expert.gate_up_bias, expert.down, expert.down_bias]
+        floats = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.float32]
+        if len(floats) < sum(part is not None for part in parts):
+            return []
+        result.append(floats)
+    return result
+
+
 class NpuExpertLayers(ExpertLayers):
     def __init__(self, linear: LinearLayers, fallbacks: Fallbacks, soc: Soc) -> None:
         super().__init__(linear, fallbacks)
@@ -330,5 +405,7 @@ class NpuExpertLayers(ExpertLayers):
         experts = self.stackable(experts, kind)
         reason = "some return their input" if identities else unbiased_refusal(experts, kind)
         if reason is not None:
-            return self.make_in_turn(router, experts, routing, reason, gate, identities=identities)
+            in_turn = self.make_in_turn(router, experts, routing, reason, gate, identities=identities)
+            in_turn.stored = _stored(experts)
+            return in_turn
         return NpuExperts(router, experts, routing, self.soc, gate)

@@ -62,13 +62,21 @@ class DecodeGraphs:
         """Batch sizes of the graphs, ascending."""
         return self._graphs.sizes
 
-    def run(self, batch: ForwardBatch, rows: AttentionRows, pages: Tensor | None = None) -> Tensor | None:
+    @property
+    def states(self) -> Tensor | None:
+        """See ``CapturedPasses.states``."""
+        return self._buffers.states
+
+    def run(
+        self, batch: ForwardBatch, rows: AttentionRows, pages: Tensor | None = None, size: int = 0
+    ) -> Tensor | None:
         """The result of ``forward`` for a batch of decodes or drafts (``rows``); None if no graph fits.
 
-        ``pages``: page table of the rows, if the device already has it. The next call overwrites the result.
+        ``pages``: page table of the rows, if the device already has it. ``size``: rows that the graph has at least.
+        The next call overwrites the result.
         """
         count, tokens = len(rows.starts), self._tokens
-        size = next((size for size in self.sizes if size >= count), 0)
+        size = next((each for each in self.sizes if each >= max(count, size)), 0)
         lacking = size * tokens - len(batch.token_ids)
         if not size or (size > count and not self._padded) or lacking > self._page_size:
             return None
@@ -87,7 +95,7 @@ class DecodeGraphs:
             absent[padded_places(rows.counts, tokens)] = False
             index = buffers.cache_index[: size * tokens]
             index.index_copy_(0, self._put(np.flatnonzero(absent)), buffers.null_slots[:lacking])
-        buffers.fill(batch, places)
+        buffers.fill(batch, places, size * tokens)
         if pages is None:
             pages = self._put(np.ascontiguousarray(rows.pages))
         self._pages[:count, : pages.shape[1]].copy_(pages)

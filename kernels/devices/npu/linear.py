@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Norm
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers, NormThenLinear
+from kernels.devices.npu.low_rank import NpuLowRankDelta
 from kernels.devices.npu.microscaling import NpuMxLinear, mx_fits
 from kernels.devices.npu.norm_quant import NpuGated, NpuNormThenLinear
 from kernels.devices.npu.operators import make_linear
@@ -43,6 +47,9 @@ class NpuLinearLayers(LinearLayers):
         if isinstance(weight, QuantizedWeight):
             return NpuGated(self.make_projection(weight, bias), self.elementwise.silu_and_mul)
         return super().make_gated(weight, bias)
+
+    def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
+        return NpuLowRankDelta(context, down, up, sizes)
 
     def make_norm_then_linear(self, norm: Norm, linear: Linear) -> NormThenLinear:
         if NpuNormThenLinear.fits(norm, linear, self.soc):

@@ -34,6 +34,12 @@ class Soc:
         return self.generation != "A5"
 
     @property
+    def exchanges_experts(self) -> bool:
+        """Whether operators send tokens to the ranks of their experts; torch_npu's documentation names A2 and A3
+        only."""
+        return self.generation != "A5"
+
+    @property
     def rotates_queries_and_keys(self) -> bool:
         """Whether one operator rotates queries and keys; its limits are documented for A2 and A3."""
         return self.generation != "A5"

@@ -3,8 +3,8 @@
 Results are those of gloo. A collective has finished when its call returns, so nothing overlaps; in a captured graph it
 runs again at each replay. If a peer does not join within the group's timeout, the call fails as on the device, with
 error 507048 and EI0002, and the device keeps that error (a dead peer is detected at once here, but after the timeout on
-the device). Not simulated: coalesced collectives other than all-reduce, communicator names and the fused operators that
-take one, buffer sizes (HCCL_BUFFSIZE) and their memory, topology.
+the device). Not simulated: coalesced collectives other than all-reduce, sends and receives, the
+memory of buffers, topology.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from kernels.devices.npu_simulator.communicators import COMMUNICATORS
 from kernels.devices.npu_simulator.dispatch import Engine, Operator, flat
 from kernels.devices.npu_simulator.memory import is_npu
 
@@ -79,6 +80,20 @@ class Pending(Work):
         return bool(self._work.is_completed())
 
 
+class Together(Work):
+    """Sends and receives that were posted as one."""
+
+    def __init__(self, parts: list[Pending]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all(part.wait() for part in self._parts)
+
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self._parts)
+
+
 class GlooForHccl(dist.ProcessGroup):
     """A process group for NPU tensors."""
 
@@ -86,7 +101,9 @@ class GlooForHccl(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form without a store
         self._engine = engine
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.generation: str = engine.cann.spec.generation
         self._operators = {name: self._operator(name) for name in COLLECTIVES}
+        self._posted: list[Pending] | None = None  # since sends and receives are posted as one
 
     def getBackendName(self) -> str:  # noqa: N802 - the base class's name
         return "hccl"
@@ -98,6 +115,22 @@ class GlooForHccl(dist.ProcessGroup):
         aborts the process.
         """
         self._gloo = None
+        for name in [name for name, group in COMMUNICATORS.items() if group is self]:
+            del COMMUNICATORS[name]
+
+    def get_hccl_comm_name(self, rank: int) -> str:
+        """Name of the communicator, by which operators find it."""
+        if rank != self.rank():
+            raise ValueError(f"rank {rank} is not this one, {self.rank()}")
+        name = f"{self.rank()} of {self.size()} at {id(self):x}"
+        COMMUNICATORS[name] = self
+        return name
+
+    def gather_host(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's CPU tensor."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size())]
+        self._finish(self._gloo.allgather([parts], [tensor.contiguous()]))
+        return parts
 
     def _operator(self, name: str) -> Operator:
         def compute(*args: Any) -> None:
@@ -124,13 +157,32 @@ class GlooForHccl(dist.ProcessGroup):
 
     def _post(self, name: str, tensors: list[Tensor], *args: Any) -> Pending:
         aliases = [self._engine.aliases.of(tensor) for tensor in tensors]
-        return Pending(getattr(self._gloo, name)(aliases, *args), self._finish, tensors)
+        pending = Pending(getattr(self._gloo, name)(aliases, *args), self._finish, tensors)
+        if self._posted is not None:
+            self._posted.append(pending)
+        return pending
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Pending:
         return self._post("send", tensors, destination, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Pending:
         return self._post("recv", tensors, source, tag)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._posted = []
+
+    def _end_coalescing(self, device: torch.device) -> Together:
+        posted, self._posted = self._posted, None
+        return Together(posted or [])
+
+    def batch_isend_irecv(self, kinds: list[str], tensors: list[Tensor], ranks: list[int]) -> Together:
+        """What torch_npu calls for a batch on devices, or of a CANN, that have no coalescing."""
+        posts = {"isend": self.send, "irecv": self.recv}
+        each = zip(kinds, tensors, ranks, strict=True)
+        return Together([posts[kind]([tensor], rank, 0) for kind, tensor, rank in each])
 
     def barrier(self, opts: Any = None) -> Finished:
         return self._run("barrier", dist.BarrierOptions())  # the given options may name an NPU

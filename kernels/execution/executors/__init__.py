@@ -15,6 +15,7 @@ executor                  takes                                                 
 ``WholeStep``             decodes and prompts, sampling included, in a graph       steps that a device captures whole
 ``VerifyPass``            rows that all verify whole trees, in a graph             verifying passes that take no batch
 ``CapturedPass``          the model's pass, in a graph                             passes that a device captures
+``TwoBatches``            prompts, as two batches that take turns                  several ranks, where it is asked for
 ``EagerPass``             everything                                               everywhere
 ========================  =======================================================  ===================================
 """

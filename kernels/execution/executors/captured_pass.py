@@ -27,10 +27,11 @@ class CapturedPass:
         prompts = rows.counts[rows.decodes + rows.verifies :]
         if captured is None or (len(prompts) and prompts.max() > captured.prompts):
             return None
-        batch = step.forward_batch()
+        batch = step.receive(captured.states)
         step.begin()
         result = captured.run(batch)
         if result is None:
             return None
+        step.send(result)
         step.prepare().graph_rows = len(rows.slots)
         return step.complete_pass(PassResult(result, batch.cache_index, states=batch.verifying))

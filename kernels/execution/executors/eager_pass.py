@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.runner import RunningStep
+from kernels.core.batch import ForwardBatch
 from kernels.devices.prepared import PassResult
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.state.step_rows import StepRows
@@ -26,9 +27,24 @@ class EagerPass:
             return None
         batch, loaded = step.forward_batch(), self._loaded
         step.begin()
+        adapters = loaded.model.rows
+        if adapters is None:
+            return self._run(step, rows, batch)
+        adapters.idle = not adapters.used
+        try:
+            return self._run(step, rows, batch)
+        finally:
+            adapters.idle = False
+
+    def _run(self, step: PendingStep, rows: StepRows, batch: ForwardBatch) -> RunningStep:
+        loaded = self._loaded
         recorded = step.batch.record_experts if loaded.info.experts[1] else ""
-        if recorded or loaded.slots.returns_experts:
+        rebalancer = loaded.rebalancer
+        counting = rebalancer is not None and rebalancer.counting
+        if recorded or counting or loaded.slots.returns_experts:
             result, experts = loaded.model.forward_routed(batch, loaded.caches)
+            if rebalancer is not None and counting:
+                rebalancer.add(loaded.model.count_experts(experts))
             found = PassResult(result, batch.cache_index, experts=experts, recorded=recorded, states=batch.verifying)
             return step.complete_pass(found)
         result = loaded.model.forward(batch, loaded.caches, wanted=self._last_tokens(rows))

@@ -165,10 +165,10 @@ class CodeDecoder(Decoder):
         self._hidden = result[0]
         raise _Reached
 
-    def forward(
+    def run(
         self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True, wanted: Tensor | None = None
     ) -> Tensor:
-        """As ``Decoder.forward``."""
+        """As ``Decoder.run``."""
         batches = {spec: batch.in_window(spec) for spec in batch.bounded if isinstance(spec, Window)}
         calls = count()
 

@@ -224,7 +224,9 @@ class Block:
         parallel_residual: bool = False,
     ) -> None:
         self.elementwise = builder.ops.elementwise
-        self.attention, self.mlp, self.norms, self.parallel_residual = attention, mlp, norms, parallel_residual
+        self.context = context = builder.context_parallel
+        self.attention, self.norms, self.parallel_residual = attention, norms, parallel_residual
+        self.mlp = mlp if context is None else context.around(mlp)
         factor = config.residual_scale
         self._scale = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
 
@@ -254,7 +256,11 @@ class Block:
             normed, residual = norm_of_sum(norms.before_attention, x, residual)
         result = self.attention(normed, cos, sin, cache, batch, wanted)
         if wanted is not None:
-            normed, residual = normed.index_select(0, wanted), residual.index_select(0, wanted)
+            if self.context is None:
+                normed, residual = normed.index_select(0, wanted), residual.index_select(0, wanted)
+            else:
+                normed, residual = self.context.take(normed, wanted), self.context.take(residual, wanted)
+                self.context.leave()
         if self.parallel_residual:
             result = self.elementwise.add_pending(result, self.mlp(normed))
             return self._summand(result, None), residual

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kernels.contract.errors import ConfigError
-from kernels.core.layer_context import Delta, LayerContext
+from kernels.core.layer_context import BaseLayer, LayerContext
 from kernels.core.operators import Linear, Norm
 from kernels.devices.base import Device
 from kernels.devices.elementwise import BiasedNorm, LayerNorm
 from kernels.devices.linear import ResidualLinear
+from kernels.distributed.context_parallel import ContextParallel
 from kernels.distributed.group import Group
 from kernels.distributed.pipeline import Stage
 from kernels.distributed.shared_experts import SharedExperts
+from kernels.models.layers.expert_places import ExpertPlaces
 from kernels.models.layers.routes import RouteRecord
+from kernels.weights.quantization.weights import Projection
 from kernels.weights.source import ModelSource, TensorSource
 
 __all__ = ["LayerBuilder", "ModelBuilder"]
@@ -29,7 +32,8 @@ class LayerBuilder:
 
     ``rows``: which rows use which adapter; None: the model has no adapters, and layers are made as if there were none.
     ``routes``: of the model's layers of experts. ``shared``: who shares them, with data-parallel attention;
-    ``ep_size``: parts that ranks divide a layer's experts into.
+    ``ep_size``: parts that ranks divide a layer's experts into. ``places``: of these; None: they are in their order.
+    ``context_parallel``: divides the tokens of a pass; None: every rank runs them all.
     A module is a tensor's name without ``.weight``. Several modules are fused along their outputs.
     """
 
@@ -39,7 +43,9 @@ class LayerBuilder:
     rows: LayerContext | None = field(default=None, kw_only=True)
     routes: RouteRecord = field(default_factory=RouteRecord, kw_only=True)
     ep_size: int = field(default=1, kw_only=True)
+    places: ExpertPlaces | None = field(default=None, kw_only=True)
     shared: SharedExperts | None = field(default=None, kw_only=True)
+    context_parallel: ContextParallel | None = field(default=None, kw_only=True)
 
     @property
     def expert_mesh(self) -> Group:
@@ -78,13 +84,12 @@ class LayerBuilder:
             bias = None if bias is None else bias.index_select(0, index)
             return ops.linear.make_projection(weight.index_select(0, index), bias)
         index = torch.tensor(order, device=ops.torch_device)
-        linear = self._adapted(ops.linear.make_projection(weight, bias), modules)
+        linear = self._adapted(weight, bias, modules)
         return ops.elementwise.compose(lambda x: linear(x).index_select(1, index), lambda x: x)
 
     def linear(self, *modules: str) -> Linear:
         """A linear layer divided over ranks by its outputs, or not divided."""
-        linear = self.ops.linear.make_projection(self.source.projection(modules), self.source.biases(modules))
-        return self._adapted(linear, modules)
+        return self._adapted(self.source.projection(modules), self.source.biases(modules), modules)
 
     def gated(self, *modules: str, activation: str = "silu") -> Linear:
         """``silu(gate(x)) * up(x)``, or with another ``activation``; the modules' outputs are the gate's, then the
@@ -92,30 +97,40 @@ class LayerBuilder:
         if activation != "silu":
             return self.ops.elementwise.activate_and_mul(self.linear(*modules), activation)
         weight, bias, ops = self.source.projection(modules), self.source.biases(modules), self.ops
-        delta = self._delta(modules)
-        if delta is None:
+        if self.rows is None or not self.rows.adapters.takes(modules):
             return ops.linear.make_gated(weight, bias)
-        linear = ops.linear.make_adapted(ops.linear.make_projection(weight, bias), delta)
-        return lambda x: ops.elementwise.silu_and_mul(linear(x))  # kernels with the activation take no adapters
+        return self._adapted(weight, bias, modules, gated=True)
 
     def row_parallel(self, module: str) -> Linear:
         """A linear layer divided over ranks by its inputs; its result is whole on every rank."""
         mesh, bias = self.mesh, self.row_bias(module)
-        linear = self._adapted(self.ops.linear.make_projection(self.source.projection([module]), bias), (module,))
+        linear = self._adapted(self.source.projection([module]), bias, (module,), sums=mesh.all_reduce)
         return linear if mesh.size == 1 else lambda x: mesh.all_reduce(linear(x))
 
-    def _delta(self, modules: tuple[str, ...]) -> Delta | None:
-        return None if self.rows is None else self.rows.adapters.make(modules, self.rows)
+    def _adapted(
+        self,
+        weight: Projection,
+        bias: Tensor | None,
+        modules: tuple[str, ...],
+        *,
+        gated: bool = False,
+        sums: Callable[[Tensor], Tensor] | None = None,
+    ) -> Linear:
+        """A linear layer with what adapters add to it; if there are adapters, ``gated`` by silu. ``sums``: over the
+        ranks that divide its inputs."""
+        rows, layers = self.rows, self.ops.linear
+        squares = layers.squared_norms(weight) if rows is not None and rows.adapters.scales else None
+        linear = layers.make_projection(weight, bias)  # may repack the weight
+        if rows is None:
+            return linear
+        base = None if squares is None else BaseLayer(linear, bias, squares, sums)
+        delta = rows.adapters.make(modules, rows, base)
+        return linear if delta is None else layers.fuse_adapted(linear, delta, gated)
 
-    def _adapted(self, linear: Linear, modules: tuple[str, ...]) -> Linear:
-        """``linear`` with what adapters add to it."""
-        delta = self._delta(modules)
-        return linear if delta is None else self.ops.linear.make_adapted(linear, delta)
-
-    def refuse_adapters(self, modules: tuple[str, ...]) -> None:
+    def refuse_adapters(self, modules: tuple[str, ...], reason: str) -> None:
         """For weights that take no adapters: experts, and what makes keys of latent vectors."""
         if self.rows is not None:
-            self.rows.adapters.refuse(modules)
+            self.rows.adapters.refuse(modules, reason)
 
     def row_bias(self, module: str) -> Tensor | None:
         """The bias of a layer whose results are summed over ranks: the sum holds it once."""
@@ -126,6 +141,11 @@ class LayerBuilder:
         """``row_bias`` of a layer of experts."""
         bias = self.source.biases([module])
         return bias if self.expert_mesh.rank == 0 else None
+
+    def expert_linear(self, module: str) -> Linear:
+        """A linear layer divided by its inputs over the ranks that share layers of experts; the sum is left to take."""
+        weight, sums = self.source.projection([module]), self.expert_mesh.all_reduce
+        return self._adapted(weight, self.expert_bias(module), (module,), sums=sums)
 
     def into_stream(self, module: str) -> ResidualLinear:
         """``row_parallel``, added to the residual stream."""
@@ -159,7 +179,8 @@ class ModelBuilder(LayerBuilder):
 
     ``dtype``: of activations. ``context``: the most tokens that a sequence may have; 0: as many as the model takes.
     ``captures``: layers whose results are wanted beside the last one's; 0 is the first layer. ``fp32_head``: logits are
-    computed in float32. ``stage``: the part of the layers that is made, see ``kernels.models.stages``.
+    computed in float32. ``stage``: the part of the layers that is made, see ``kernels.models.stages``. ``first_layer``:
+    the number of the first of them in the whole model, whose numbers ``captures`` are, of ``whole_layers``; 0: all.
     """
 
     source: ModelSource
@@ -168,3 +189,5 @@ class ModelBuilder(LayerBuilder):
     captures: tuple[int, ...] = ()
     fp32_head: bool = False
     stage: Stage = field(default_factory=Stage)
+    first_layer: int = 0
+    whole_layers: int = 0

@@ -3,7 +3,7 @@
     q = rotate(queries(c));   k = rotate(norm(keys(x)));   w = weights(x) / sqrt(heads * dim)
 
 ``c`` is the compressed vector that attention's queries are made from. The first numbers of each head are rotated. All
-ranks have the whole indexer, and choose the same tokens.
+ranks have the whole indexer, and choose the same tokens; with context parallelism each chooses for its own queries.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ __all__ = ["Indexer", "tensors"]
 _EPS = 1e-6  # of the keys' norm, whatever the model's other norms have
 
 
-def tensors(index: IndexConfig, module: str, hidden: int, query_rank: int) -> Iterator[TensorSpec]:
-    """The projections of an attention layer's indexer, and its norm."""
-    yield from linear(f"{module}.indexer.wq_b", (index.heads * index.dim, query_rank))
-    yield from linear(f"{module}.indexer.wk", (index.dim, hidden))
-    yield from biased_norm(f"{module}.indexer.k_norm", index.dim)
-    yield from linear(f"{module}.indexer.weights_proj", (index.heads, hidden), role=Role.ROUTER)
+def tensors(index: IndexConfig, module: str, hidden: int, query_rank: int, layer: str = "") -> Iterator[TensorSpec]:
+    """The projections of an attention layer's indexer, and its norm. ``layer``: its name in GGUF files."""
+    own, gguf = f"{module}.indexer", f"{layer}.indexer"
+    yield from linear(f"{own}.wq_b", (index.heads * index.dim, query_rank), None, f"{gguf}.attn_q_b")
+    yield from linear(f"{own}.wk", (index.dim, hidden), None, f"{gguf}.attn_k")
+    yield from biased_norm(f"{own}.k_norm", index.dim, f"{gguf}.k_norm")
+    yield from linear(f"{own}.weights_proj", (index.heads, hidden), None, f"{gguf}.proj", role=Role.ROUTER)
 
 
 class Indexer:
@@ -44,6 +45,7 @@ class Indexer:
         self.module, self.index = module, index
         self.chosen: Any = None
         self.attention, name = builder.ops.attention, f"{module}.indexer"
+        self.context = builder.context_parallel
         self._queries, self._keys = builder.linear(f"{name}.wq_b"), builder.linear(f"{name}.wk")
         self._norm = builder.layer_norm(f"{name}.k_norm", eps=_EPS)
         self._weights = builder.linear(f"{name}.weights_proj")
@@ -66,5 +68,7 @@ class Indexer:
         self.attention.rotate(turned, cos, sin, out=rotated)
         heads = torch.cat((rotated, heads[..., self._rope :]), 2)
         write_latent(keys, batch.cache_index, heads[:, -1])
+        if self.context is not None:
+            self.context.share(keys)
         weights = self._weights(x).float() * self._scale
         self.chosen = self.attention.choose_tokens(heads[:, :-1], weights, keys, batch, index.chosen)

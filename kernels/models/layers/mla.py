@@ -5,7 +5,7 @@
 
 The cache holds (c, rotate(k)) of each token, the same on all ranks, which divide the heads. ``W_UK`` and ``W_UV`` are
 held in floats: devices multiply queries with the former and results with the latter, in place of keys and values with
-both, where that takes less time (``Attention.attend_latent``).
+both, where that takes less time (``Attention.attend_latent``). With context parallelism every rank has all heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.models.config import LatentConfig, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.indexer import Indexer
 from kernels.models.layers.rotary import grow, rotary_order
-from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import Split, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["LatentAttention", "attention", "caches", "tensors"]
 
@@ -35,7 +35,11 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
     there."""
     latent, hidden, heads = _sizes(config), config.hidden_size, config.heads
     queries, rank, bias = latent.plain_dim + latent.rope_dim, latent.query_rank, config.qkv_bias
-    by_head = by_outputs((heads * queries, heads))
+
+    def split(length: int) -> Split | None:
+        return None if latent.whole else by_outputs((length, heads))
+
+    by_head = split(heads * queries)
     if rank:
         yield from linear(f"{module}.q_a_proj", (rank, hidden), None, f"{gguf}_q_a", bias=bias)
         yield norm(f"{module}.q_a_layernorm", rank, f"{gguf}_q_a_norm")
@@ -48,11 +52,11 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
     both, values = heads * (latent.plain_dim + latent.value_dim), heads * latent.value_dim
     if latent.apart:
         keys = heads * latent.rank
-        yield from linear(f"{module}.k_b_proj", (keys, latent.plain_dim), by_outputs((keys, heads)), f"{gguf}_k_b")
-        yield from linear(f"{module}.v_b_proj", (values, latent.rank), by_outputs((values, heads)), f"{gguf}_v_b")
+        yield from linear(f"{module}.k_b_proj", (keys, latent.plain_dim), split(keys), f"{gguf}_k_b")
+        yield from linear(f"{module}.v_b_proj", (values, latent.rank), split(values), f"{gguf}_v_b")
     else:
-        yield from linear(f"{module}.kv_b_proj", (both, latent.rank), by_outputs((both, heads)), f"{gguf}_kv_b")
-    outputs = by_inputs(values, heads)
+        yield from linear(f"{module}.kv_b_proj", (both, latent.rank), split(both), f"{gguf}_kv_b")
+    outputs = None if latent.whole else by_inputs(values, heads)
     yield from linear(f"{module}.o_proj", (hidden, values), outputs, f"{gguf}_output", bias=config.output_bias)
 
 
@@ -77,6 +81,8 @@ class LatentAttention:
         self.indexer, self.module = indexer, module
         self.sizes = latent = _sizes(config)
         self.attention, self.rows = builder.ops.attention, builder.rows
+        self.norms_views = builder.ops.elementwise.norms_views
+        self.without_program = builder.ops.elementwise.without_program()
         self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
         self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
         self.expansion = self._expansion(builder, module)
@@ -85,7 +91,8 @@ class LatentAttention:
         self.prologue = None if indexer is not None else self._make_prologue(builder, config, module)
         if self.prologue is None:
             self._make_projections(builder, config, module)
-        self.output = builder.row_parallel(f"{module}.o_proj")
+        self.context = builder.context_parallel
+        self.output = (builder.linear if latent.whole else builder.row_parallel)(f"{module}.o_proj")
 
     def _make_prologue(self, builder: LayerBuilder, config: ModelConfig, module: str) -> LatentPrologue | None:
         """The device's own way to attention, if it has one for this layer."""
@@ -141,15 +148,17 @@ class LatentAttention:
         else:
             queries, vectors = self.down(x).tensor_split((self.split,), 1)
         if self.queries is not None and self.query_norm is not None:
-            compressed = self.query_norm(queries.contiguous())
+            compressed = self.query_norm(queries if self.norms_views else queries.contiguous())
             if indexer is not None and indexer.module == self.module:
                 indexer.choose(x, compressed, cos, sin, cache.keys, batch)
                 cache = cache.vectors
             queries = self.queries(compressed)
         queries = queries.view(len(x), self.heads, -1)
         queries = attention.place_latent(queries, vectors, self.norm, cos, sin, cache, batch.cache_index)
+        if self.context is not None:
+            self.context.share(cache)
         if self.growth is not None:
-            queries = grow(queries, batch.positions, self.growth)
+            queries = grow(self.without_program(queries), batch.positions, self.growth)
         if indexer is None or indexer.chosen is None:
             result = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         else:
@@ -159,7 +168,7 @@ class LatentAttention:
 
     def _project_back(self, result: Tensor, wanted: Tensor | None) -> Tensor:
         if wanted is not None:
-            result = result.index_select(0, wanted)
+            result = result.index_select(0, wanted) if self.context is None else self.context.take(result, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
         return self.output(result)
@@ -167,7 +176,7 @@ class LatentAttention:
 
 def _floats(builder: LayerBuilder, module: str) -> Tensor:
     """The weight of a module, in floats."""
-    builder.refuse_adapters((module,))
+    builder.refuse_adapters((module,), "it is part of the products that read cached latent vectors")
     weight = builder.source.projection([module])
     assert not isinstance(weight, tuple), "one module has one weight"
     if isinstance(weight, Tensor):

@@ -12,21 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contract.errors import ConfigError
+from kernels.core.layer_context import ExpertModules
 from kernels.core.operators import Linear
-from kernels.devices.experts import Experts, ExpertWeights, Routing
+from kernels.devices.experts import AdaptedExperts, Dispatch, Experts, ExpertWeights, Routing
+from kernels.distributed.expert_exchange import ExpertExchange
+from kernels.distributed.shared_experts import SharedExperts
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, Shard, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
 __all__ = [
+    "ADAPTED",
     "DEEPSEEK",
     "QWEN",
     "ExpertNames",
     "LimitedGate",
     "SparseFeedForward",
+    "adapted_experts",
     "expert_tensors",
     "expert_weights",
     "gelu_and_mul",
+    "stacked_adapters",
     "tensors",
 ]
 
@@ -66,6 +73,8 @@ class ExpertNames:
 
 
 QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+ADAPTED = "adapters add to them"
+"""Why experts run one by one."""
 DEEPSEEK = dataclasses.replace(QWEN, shared="shared_experts", correction="gate.e_score_correction_bias")
 
 
@@ -73,7 +82,9 @@ def tensors(
     config: ExpertsConfig, hidden: int, layer: str, gguf: str, names: ExpertNames = QWEN
 ) -> Iterator[TensorSpec]:
     """``SparseFeedForward``'s."""
-    return (dataclasses.replace(spec, of_experts=True) for spec in _tensors(config, hidden, layer, gguf, names))
+    shared = f"{names.shared_in(layer)}."
+    for spec in _tensors(config, hidden, layer, gguf, names):
+        yield dataclasses.replace(spec, of_experts=True, for_all=spec.name.startswith(shared))
 
 
 def _tensors(config: ExpertsConfig, hidden: int, layer: str, gguf: str, names: ExpertNames) -> Iterator[TensorSpec]:
@@ -175,18 +186,26 @@ class SharedExpert:
     ) -> None:
         self._elementwise = builder.ops.elementwise
         *gates, down = (f"{module}.{name}" for name in names.shared_projections)
+        apart = builder.shared is not None and builder.shared.exchange is not None  # it runs its own rows alone
+        if apart:
+            builder = dataclasses.replace(builder, shared=None)
+        elif builder.shared is not None:  # it runs rows of other ranks, whose adapters it does not know
+            builder.refuse_adapters((*gates, down), "it runs rows of other ranks (--enable-dp-attention)")
+            builder = dataclasses.replace(builder, rows=None)
         self.gate_up = builder.gated(*gates) if gate is None else gate.after(builder, *gates)
-        builder.refuse_adapters((down,))
-        self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.expert_bias(down))
+        self.down = builder.expert_linear(down)
         self.weight: Linear | None = None
         if weighted:
             weight = builder.source.take([f"{module}_gate.weight"])
             self.weight = builder.ops.linear.make_dense(weight, builder.source.biases([f"{module}_gate"]), shared=True)
 
-    def add(self, x: Tensor, others: Tensor) -> Tensor:
-        """The sum with ``others`` [tokens, hidden], the result of the other experts for ``x`` [tokens, hidden]. May
-        overwrite them."""
-        result = self.down(self.gate_up(x))
+    def run(self, x: Tensor) -> Tensor:
+        """The result for ``x`` [tokens, hidden], before the factor ``sigmoid(weight @ x)``."""
+        return self.down(self.gate_up(x))
+
+    def add(self, x: Tensor, others: Tensor, result: Tensor) -> Tensor:
+        """The sum of ``result``, what ``run`` gave for ``x``, and ``others`` [tokens, hidden], the result of the other
+        experts. May overwrite them."""
         if self.weight is None:
             return self._elementwise.add_pending(result, others)
         return self._elementwise.add_weighted(others, result, self.weight(x))
@@ -210,39 +229,75 @@ class SparseFeedForward:
         self.group, self._routes, factor = builder.expert_mesh, builder.routes, config.result_scale
         self._scaled = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
         shard = Shard(builder.expert_mesh.rank, builder.expert_mesh.size, ep_size=builder.ep_size)
-        experts, here = [], shard.places(config.count)
-        for expert in here:
-            name = f"{block}.experts.{expert}"
-            gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
-            builder.refuse_adapters((*gates, down))
+        placed = None if builder.places is None else builder.places.take()
+        here = shard.places(config.count if placed is None else placed.dispatch.places)
+        modules = [
+            tuple(f"{block}.experts.{expert}.{part}" for part in (names.gate, names.up, names.down))
+            for expert in range(config.count)
+        ]
+        stacked = f"{layer}.{names.both}".rpartition(".")[0]
+        adapted = adapted_experts(builder, ExpertModules(stacked, modules, here))
+        experts: list[ExpertWeights] = []
+        for expert in here if placed is None else placed.placement[here.start : here.stop].tolist():
+            *gates, down = modules[expert]
             first, bias, last = source.projection(gates), source.biases(gates), source.projection([down])
             end = source.biases([down])
             experts.append(ExpertWeights(first, bias, last, end if shard.within_part.rank == 0 else None))
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
-        routing = _routing(config, correction, here if builder.ep_size > 1 else None)
-        self.experts = _experts(builder, config, weight, bias, experts, routing=routing, gate=gate)
+        dispatch = None if placed is None else placed.dispatch
+        routing = _routing(config, correction, here if builder.ep_size > 1 else None, dispatch)
+        routing = dataclasses.replace(routing, parts=builder.ep_size)
+        self.experts = _experts(builder, config, weight, bias, experts, routing=routing, gate=gate, adapted=adapted)
+        if placed is not None:
+            placed.experts = self.experts
         self.shared: SharedExpert | None = None
         if config.shared:
             self.shared = SharedExpert(builder, names, names.shared_in(layer), config.weighted, shared_gate)
-        self._ranks = builder.shared
+        self._ranks, self._routing = builder.shared, routing
         if self._ranks is not None:
             self._ranks.layers.append(self)
+            if self._ranks.exchange is not None:
+                self._ranks.exchange.add(self.experts)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._routes.is_open:
             self._routes.add(self.experts.choose(x))
+        if self._ranks is not None and self._ranks.exchange is not None:
+            return self._exchanged(x, self._ranks, self._ranks.exchange)
         if self._ranks is not None:
             return self._ranks.run(x, self._summand)
         out = self._summand(x)
         return out if self.group.size == 1 else self.group.all_reduce(out)
 
+    def _exchanged(self, x: Tensor, ranks: SharedExperts, exchange: ExpertExchange) -> Tensor:
+        """The result for ``x`` [tokens, hidden], whose rows travel to their experts by all-to-all."""
+        tokens, shared, results = ranks.tokens(len(x)), self.shared, list[Tensor]()
+        if not any(tokens):
+            return x
+
+        def run_shared() -> None:
+            if shared is not None and len(x):
+                results.append(shared.run(x))
+
+        beside = run_shared if exchange.settings.overlap else None
+        out = exchange.run(x, tokens, self.experts, self._routing, beside)
+        if not len(x):
+            return x
+        if not results:
+            run_shared()
+        out = self._finish(x, out, results[0] if results else None)
+        return ranks.attention.all_reduce(out)
+
     def _summand(self, x: Tensor) -> Tensor:
         """What this rank adds to the result."""
-        out = self.experts(x)
-        if self.shared is not None:
-            out = self.shared.add(x, out)
+        return self._finish(x, self.experts(x), None if self.shared is None else self.shared.run(x))
+
+    def _finish(self, x: Tensor, out: Tensor, result: Tensor | None) -> Tensor:
+        """``out`` of the routed experts with the ``result`` of the one that all tokens take."""
+        if self.shared is not None and result is not None:
+            out = self.shared.add(x, out, result)
         if self._scaled is not None:
             out = self._scaled(out)
         return out
@@ -257,21 +312,51 @@ def _experts(
     *,
     routing: Routing,
     gate: LimitedGate | None,
+    adapted: AdaptedExperts | None = None,
 ) -> Experts:
     layers, cap = builder.ops.experts, config.router_softcap
-    if config.activation == "silu" and not cap and not config.identities and gate is None:
+    if adapted is None and config.activation == "silu" and not cap and not config.identities and gate is None:
         return layers.make(router, bias, experts, routing)
     linear = layers.make_router(router, bias, routing)
     capped = (
         builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear
     )
-    return layers.make_routed(
-        capped,
-        experts,
-        routing,
-        gate if config.activation == "silu" else gelu_and_mul,
-        identities=config.identities if builder.expert_mesh.rank == 0 else -config.identities,
-    )
+    own = gate if config.activation == "silu" else gelu_and_mul
+    identities = config.identities if builder.expert_mesh.rank == 0 else -config.identities
+    if adapted is None:
+        return layers.make_routed(capped, experts, routing, own, identities=identities)
+    return layers.make_in_turn(capped, experts, routing, ADAPTED, own, identities=identities, adapted=adapted)
+
+
+def stacked_adapters(
+    builder: LayerBuilder, config: ExpertsConfig, hidden: int, module: str, *, alternate: bool = False
+) -> AdaptedExperts | None:
+    """``adapted_experts`` of a ``module`` whose parameters are those of all experts. ``alternate``: outputs of gate and
+    up alternate in them."""
+    parts = ("gate_proj", "up_proj", "down_proj")
+    modules = [tuple(f"{module}.{expert}.{part}" for part in parts) for expert in range(config.count)]
+    sizes = config.inner * builder.expert_mesh.size, hidden  # of all ranks
+    return adapted_experts(builder, ExpertModules(module, modules, range(config.count), sizes, alternate))
+
+
+def adapted_experts(builder: LayerBuilder, experts: ExpertModules) -> AdaptedExperts | None:
+    """What adapters add to the experts of this rank; None: nothing."""
+    rows = builder.rows
+    deltas = None if rows is None else rows.adapters.make_experts(experts, rows)
+    if rows is None or deltas is None:
+        names = tuple(module for expert in experts.modules for module in expert)
+        builder.refuse_adapters(names, "--lora-target-modules does not include experts")
+        return None
+    if builder.places is not None:
+        raise ConfigError(
+            "adapters of experts do not run with --ep-num-redundant-experts, --init-expert-location or --enable-eplb; "
+            "leave experts out of --lora-target-modules"
+        )
+    if builder.shared is not None:
+        raise ConfigError(
+            "adapters of experts do not run with --enable-dp-attention; leave experts out of --lora-target-modules"
+        )
+    return AdaptedExperts(deltas, rows)
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
@@ -280,7 +365,9 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def _routing(config: ExpertsConfig, correction: Tensor | None, local: range | None) -> Routing:
+def _routing(
+    config: ExpertsConfig, correction: Tensor | None, local: range | None, dispatch: Dispatch | None
+) -> Routing:
     return Routing(
         config.chosen,
         config.normalized,
@@ -292,4 +379,5 @@ def _routing(config: ExpertsConfig, correction: Tensor | None, local: range | No
         correction,
         config.jitter,
         local=local,
+        dispatch=dispatch,
     )

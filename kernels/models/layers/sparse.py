@@ -6,10 +6,12 @@ parallel:  n = norm(h);  h = h + attention(n) + experts(n)
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from kernels.core.operators import Linear, Norm
 from kernels.devices.linear import NormThenLinear
+from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, pre_norm, vocabulary
@@ -20,7 +22,7 @@ from kernels.models.layers.moe import QWEN, ExpertNames
 from kernels.models.layers.pre_norm import PreNormLayer
 from kernels.weights.tensors import TensorSpec
 
-__all__ = ["build", "build_mixed", "mixed_tensors", "tensors"]
+__all__ = ["build", "build_mixed", "dense_builder", "mixed_tensors", "tensors"]
 
 AttentionTensors = Callable[[ModelConfig, str, str], Iterator[TensorSpec]]
 MakeAttention = Callable[[LayerBuilder, ModelConfig, str, int], AttentionLayer]
@@ -61,7 +63,8 @@ def mixed_tensors(
         if experts is not None and index in experts.layers:
             yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)
         else:
-            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+            for spec in mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn"):
+                yield dataclasses.replace(spec, split=None) if config.whole_dense else spec
     yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
 
 
@@ -103,6 +106,11 @@ def build_mixed(config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, na
     return Decoder(builder, config, vocab, layers, _norm(config, builder, "model.norm"))
 
 
+def dense_builder(builder: LayerBuilder, config: ModelConfig) -> LayerBuilder:
+    """The builder of dense feed-forward layers, which ``ModelConfig.whole_dense`` leaves undivided."""
+    return dataclasses.replace(builder, mesh=Group()) if config.whole_dense else builder
+
+
 def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:
     name, experts = f"model.layers.{index}", config.experts
     first = builder.norm(f"{name}.input_layernorm", config.norm_eps)
@@ -112,7 +120,7 @@ def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, name
     if experts is not None and index in experts.layers:
         feed_forward = NormThenLinear(second, moe.SparseFeedForward(builder, experts, name, names))
     else:
-        feed_forward = mlp.feed_forward(builder, second, f"{name}.mlp")
+        feed_forward = mlp.feed_forward(dense_builder(builder, config), second, f"{name}.mlp")
     return PreNormLayer(builder, first, attention, second, feed_forward)
 
 
@@ -128,5 +136,5 @@ def _block(
     if experts is not None and index in experts.layers:
         feed_forward = moe.SparseFeedForward(builder, experts, name, names)
     else:
-        feed_forward = gated_mlp(builder, config, f"{name}.mlp")
+        feed_forward = gated_mlp(dense_builder(builder, config), config, f"{name}.mlp")
     return Block(builder, config, attention, feed_forward, norms, config.parallel_residual)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.errors import ConfigError
 from kernels.core.operators import Linear, Lookup
 from kernels.devices.linear import TableLookup
 from kernels.distributed.group import Group
@@ -46,22 +46,19 @@ def _whole(
     if config.pooling is not None:  # a number in place of logits: not finite where the hidden state is not
         table = builder.source.table(embed)
         result = ops.elementwise.compose(lambda x: x.sum(-1, keepdim=True) * 0, lambda x: x)
-        return VocabularyEmbedding(
-            builder.mesh, _scaled(builder, config, ops.linear.make_lookup(table)), table.shape[0]
-        ), (VocabularyHead(Group(), result))
+        first = _embedding(builder, config, embed, ops.linear.make_lookup(table), table.shape[0])
+        return first, VocabularyHead(Group(), result)
     if config.tied_embeddings and builder.fp32_head:
         floats = builder.source.take([f"{embed}.weight"])
-        linear = ops.linear.make_float_head(floats, True)
-        return _ends(
-            builder, config, ops.linear.make_lookup(floats), _biased(builder, config, linear, head), len(floats)
-        )
+        first = _embedding(builder, config, embed, ops.linear.make_lookup(floats), len(floats))
+        return first, _head(builder, config, head, ops.linear.make_float_head(floats, True))
     table = builder.source.table(embed)
     if config.tied_embeddings:
         lookup, linear = ops.linear.make_tied(table)
     else:
         lookup = ops.linear.make_lookup(table)
         linear = _untied(builder, config, head)
-    return _ends(builder, config, lookup, _biased(builder, config, linear, head), table.shape[0])
+    return _embedding(builder, config, embed, lookup, table.shape[0]), _head(builder, config, head, linear)
 
 
 def _stage_ends(
@@ -69,22 +66,22 @@ def _stage_ends(
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
     """Of a pipeline's stage: only the first one embeds, the others receive the residual stream; only the last one has
     an output. Both have a table that is tied."""
-    stage, ops, hidden, vocab = builder.stage, builder.ops, config.hidden_size, config.vocab_size
+    stage, ops, vocab = builder.stage, builder.ops, config.vocab_size
     if stage.is_first:
         table = builder.source.table(embed)
-        first = VocabularyEmbedding(
-            builder.mesh, _scaled(builder, config, ops.linear.make_lookup(table)), table.shape[0]
-        )
+        first = _embedding(builder, config, embed, ops.linear.make_lookup(table), table.shape[0])
         return first, VocabularyHead(Group(), lambda x: x.new_zeros((len(x), vocab)))
-    received = VocabularyEmbedding(
-        Group(), lambda ids: stage.receive_stream(len(ids), hidden, builder.dtype, ops.torch_device), vocab
-    )
+    tied = _whole(builder, config, embed, head) if stage.is_last and config.tied_embeddings else None
+
+    def read() -> VocabularyEmbedding:
+        table = builder.source.table(embed)
+        lookup = _scaled(builder, config, ops.linear.make_lookup(table))
+        return VocabularyEmbedding(builder.mesh, lookup, table.shape[0])
+
+    unread = UnreadEmbedding(read if tied is None else lambda: tied[0].plain, vocab)
     if not stage.is_last:
-        return received, VocabularyHead(Group(), lambda x: x.new_zeros((len(x), vocab)))
-    if config.tied_embeddings:
-        return received, _whole(builder, config, embed, head)[1]
-    linear = _biased(builder, config, _untied(builder, config, head), head)
-    return received, _ends(builder, config, received.lookup, linear, vocab)[1]
+        return unread, VocabularyHead(Group(), lambda x: x.new_zeros((len(x), vocab)))
+    return unread, tied[1] if tied is not None else _head(builder, config, head, _untied(builder, config, head))
 
 
 def _untied(builder: ModelBuilder, config: ModelConfig, head: str) -> Linear:
@@ -94,31 +91,43 @@ def _untied(builder: ModelBuilder, config: ModelConfig, head: str) -> Linear:
 
 
 def _normed(builder: ModelBuilder, config: ModelConfig, weight: Projection) -> Projection:
-    """The weight of the output, whose rows or columns have a length of one where the model asks for it."""
+    """The weight of the output, whose rows or columns have a length of one where the model asks for it; then it is
+    dequantized."""
     if not config.head_norm:
         return weight
-    if not isinstance(weight, Tensor):
-        raise ConfigError(f"the output of {config.architecture} is normed when it is loaded; leave it unquantized")
-    wide = weight.float()
+    assert not isinstance(weight, tuple), "one module has one weight"
+    dtype = weight.dtype
+    if isinstance(weight, Tensor):
+        wide = weight.float()
+    else:
+        wide = builder.ops.linear.dequantize(weight, torch.float32)
+        builder.ops.linear.dequantized_bytes += wide.numel() * dtype.itemsize - weight.nbytes
     if config.head_norm == "rows":
-        return F.normalize(wide).to(weight.dtype)
+        return F.normalize(wide).to(dtype)
     squares = wide.square().sum(0, keepdim=True)
     length = (squares if builder.mesh.size == 1 else builder.mesh.all_reduce(squares)).sqrt()
-    return (wide / length.clamp(min=1e-7)).to(weight.dtype)
+    return (wide / length.clamp(min=1e-7)).to(dtype)
 
 
-def _biased(builder: ModelBuilder, config: ModelConfig, linear: Linear, head: str) -> Linear:
-    """``linear`` with the output's bias, if the model has one."""
+def _head(builder: ModelBuilder, config: ModelConfig, head: str, linear: Linear) -> VocabularyHead:
+    """The output, with what adapters add to it: see ``_logits``."""
+    plain = VocabularyHead(builder.mesh, _logits(builder, config, head, linear))
+    rows = builder.rows
+    delta = None if rows is None or config.head_norm else rows.adapters.make_head(head, rows)
+    if delta is None:
+        return plain
+    add = delta  # in no program: its rows are not those of the pass before
+    adapted = builder.ops.elementwise.compose(lambda x: add(x, linear(x)), lambda x: x)
+    return VocabularyHead(builder.mesh, _logits(builder, config, head, adapted), plain)
+
+
+def _logits(builder: ModelBuilder, config: ModelConfig, head: str, linear: Linear) -> Linear:
+    """``linear`` with the bias, the factor and the cap that the model's output has."""
+    compose = builder.ops.elementwise.compose
     bias = builder.source.biases([head]) if config.head_bias else None
-    return linear if bias is None else builder.ops.elementwise.compose(lambda x: linear(x) + bias, lambda x: x)
-
-
-def _ends(
-    builder: ModelBuilder, config: ModelConfig, lookup: Lookup, linear: Linear, size: int
-) -> tuple[VocabularyEmbedding, VocabularyHead]:
-    """Embedding and output head, with the factors and the cap that the model has."""
-    compose, mesh = builder.ops.elementwise.compose, builder.mesh
-    lookup = _scaled(builder, config, lookup)
+    if bias is not None:
+        unbiased = linear
+        linear = compose(lambda x: unbiased(x) + bias, lambda x: x)
     if (scale := config.logit_scale) != 1.0 or config.logit_softcap:
         cap, logits = config.logit_softcap, linear
 
@@ -127,7 +136,21 @@ def _ends(
             return result.div_(cap).tanh_().mul_(cap) if cap else result
 
         linear = compose(scaled, lambda x: x)
-    return VocabularyEmbedding(mesh, lookup, size), VocabularyHead(mesh, linear)
+    return linear
+
+
+def _embedding(
+    builder: ModelBuilder, config: ModelConfig, embed: str, lookup: Lookup, size: int
+) -> VocabularyEmbedding:
+    """The embedding of a rank's ``size`` tokens, with what adapters add to it."""
+    plain = VocabularyEmbedding(builder.mesh, _scaled(builder, config, lookup), size)
+    rows = builder.rows
+    delta = None if rows is None else rows.adapters.make_lookup(embed, rows)
+    if delta is None:
+        return plain
+    add = delta
+    adapted = builder.ops.elementwise.compose(lambda ids: add(ids, lookup(ids)), lambda x: x)
+    return VocabularyEmbedding(builder.mesh, _scaled(builder, config, adapted), size, plain)
 
 
 def _scaled(builder: ModelBuilder, config: ModelConfig, lookup: Lookup) -> Lookup:
@@ -139,13 +162,22 @@ def _scaled(builder: ModelBuilder, config: ModelConfig, lookup: Lookup) -> Looku
 
 
 class VocabularyEmbedding:
-    """Rows of a table, of which each rank has ``size``: ``lookup`` finds these, as ``Elementwise.embed`` does."""
+    """Rows of a table, of which each rank has ``size``: ``lookup`` finds these, as ``Elementwise.embed`` does.
 
-    def __init__(self, group: Group, lookup: Lookup, size: int) -> None:
+    ``plain``: the same without adapters; None: it has none.
+    """
+
+    def __init__(self, group: Group, lookup: Lookup, size: int, plain: VocabularyEmbedding | None = None) -> None:
         self.group = group
         self.lookup = lookup
         self.size = size
         self.first = group.rank * size
+        self._plain = plain
+
+    @property
+    def plain(self) -> VocabularyEmbedding:
+        """The same without adapters, for draft models."""
+        return self if self._plain is None else self._plain
 
     @property
     def table(self) -> Tensor | None:
@@ -162,16 +194,35 @@ class VocabularyEmbedding:
         return self.group.all_reduce(result.masked_fill(elsewhere.unsqueeze(1), 0))
 
 
+class UnreadEmbedding(VocabularyEmbedding):
+    """Of a stage that embeds no tokens: the draft model of the last one may, and reads the table by ``plain``, once.
+    ``read``: reads it."""
+
+    def __init__(self, read: Callable[[], VocabularyEmbedding], vocab: int) -> None:
+        super().__init__(Group(), lambda ids: self.plain(ids), vocab)
+        self._read = read
+
+    @cached_property
+    def plain(self) -> VocabularyEmbedding:
+        return self._read()
+
+
 class VocabularyHead:
     """Logits of the whole vocabulary on every rank, each rank having computed its own part of them.
 
     Logits are bit-equal on all ranks, and noise is a function of seed, position and token. So every rank samples the
-    same tokens, and no rank sends them to the others.
+    same tokens, and no rank sends them to the others. ``plain``: as in ``VocabularyEmbedding``.
     """
 
-    def __init__(self, group: Group, linear: Linear) -> None:
+    def __init__(self, group: Group, linear: Linear, plain: VocabularyHead | None = None) -> None:
         self.group = group
         self.linear = linear
+        self._plain = plain
+
+    @property
+    def plain(self) -> VocabularyHead:
+        """The same without adapters, for draft models."""
+        return self if self._plain is None else self._plain
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``hidden`` [rows, hidden] -> [rows, vocab] in the dtype that ``linear`` gives."""

@@ -106,7 +106,7 @@ class DflashModel:
         weights = DraftWeights(context, checkpoint, tensors, whole)
         self.config = config = dataclasses.replace(weights.local, windows=(window,) * layers)
         self.parameters = sum(math.prod(spec.shape) for spec in tensors.values())
-        self.embed, self.head = target.embeddings, target.head
+        self.embed, self.head = target.embeddings.plain, target.head.plain
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, context.dtype, device)
         self.fc = device.linear.make_dense(weights.take(["fc.weight"]), None)
         self.context_norm = device.elementwise.make_norm(weights.take(["hidden_norm.weight"]), config.norm_eps)

@@ -70,10 +70,11 @@ class SharedEnds:
     def __init__(self, context: DrafterContext, weights: DraftWeights, token_map: bool) -> None:
         device, target = context.device, context.target
         table, head = weights.optional("embed_tokens.weight"), weights.optional("lm_head.weight")
-        self.embed = target.embeddings
         if table is not None:
             self.embed = VocabularyEmbedding(context.group, device.linear.make_lookup(table), len(table))
-        self.head = target.head if head is None else VocabularyHead(Group(), device.linear.make_dense(head, None))
+        else:
+            self.embed = target.embeddings.plain
+        self.head = target.head.plain if head is None else VocabularyHead(Group(), device.linear.make_dense(head, None))
         self.ids: Tensor | None = None
         if token_map and context.settings.token_map:
             ids = read_token_map(context.settings.token_map, context.full_config.vocab_size)

@@ -316,6 +316,11 @@ class MtpDrafter(Drafter):
         settings = context.settings
         checkpoint = open_checkpoint(context)
         several = settings.multi_layer and settings.num_steps > 1
+        if several and context.experts is not None:
+            raise ConfigError(
+                "--speculative-moe-a2a-backend: a pass of several heads runs only one of them, and all devices must run"
+                " the same layers; leave it or --enable-multi-layer-eagle out"
+            )
         model = MtpModel(context, checkpoint, settings.num_steps if several else 1)
         self._drafter: Drafter = MultiHeads(context, model.heads) if several else HeadDrafter(context, model.heads[0])
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes

@@ -23,12 +23,12 @@ from kernels.core.arrays import Ints, Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts
 from kernels.distributed.group import Group
-from kernels.models.config import local_config
 from kernels.models.config_loader import read_config
 from kernels.models.decoder import Decoder
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.vocabulary import VocabularyHead
 from kernels.models.registry import build, caches, tensors
+from kernels.speculation.division import divide_draft
 from kernels.speculation.drafter import Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.expansion import Expansion, observed_rows
 from kernels.speculation.load import draft_scheme
@@ -38,7 +38,6 @@ from kernels.state.slots import SlotTable
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
 from kernels.weights.quantization.weights import Projection, QuantizedWeight
 from kernels.weights.source import ModelSource
-from kernels.weights.tensors import Shard
 
 __all__ = ["PaddedEmbedding", "StandaloneDrafter"]
 
@@ -86,7 +85,10 @@ class StandaloneModel:
 
     def __init__(self, context: DrafterContext) -> None:
         settings, config, group = context.settings, context.config, context.group
-        whole = read_config(settings.draft_model_path, quantized=True)
+        try:
+            whole = read_config(settings.draft_model_path, quantized=True)
+        except ConfigError as error:
+            raise ConfigError(f"--speculative-draft-model-path {settings.draft_model_path}: {error}") from error
         if not is_plain(caches(whole)) or whole.eager_attention:
             raise ConfigError(
                 f"a draft model must keep keys and values of all tokens in every layer, and not cap scores of "
@@ -104,17 +106,27 @@ class StandaloneModel:
                 f"the draft model is made for {whole.max_positions} tokens, and sequences have up to "
                 f"{context.context}; lower --context-length, or use another draft model"
             )
-        self.config = local_config(whole, group.size)
         declared = tensors(whole) if scheme is None else scheme.adapt(tensors(whole))
+        division = divide_draft(config, group, context.experts, whole, declared.values())
+        self.config = division.local
         load_format = settings.load_format or config.load_format
         files = CheckpointFiles(settings.draft_model_path, load_format, config.random_seed)
-        placement = Placement(context.dtype, context.device.torch_device, Shard(group.rank, group.size))
+        placement = Placement(context.dtype, context.device.torch_device, division.shard)
         weights = open_weights(files, declared, placement, scheme)
         # No rank has the missing rows of a sharded table: they are zeros on all ranks.
         short = whole.vocab_size < target and group.size == 1
         source = PaddedEmbedding(weights, target, whole.tied_embeddings) if short else weights
         local = dataclasses.replace(self.config, tied_embeddings=False) if short else self.config
-        decoder = build(local, ModelBuilder(source, context.device, group, context.dtype, context.context))
+        builder = ModelBuilder(
+            source,
+            context.device,
+            group,
+            context.dtype,
+            context.context,
+            ep_size=division.ep_size,
+            shared=division.shared,
+        )
+        decoder = build(local, builder)
         if not isinstance(decoder, Decoder):
             raise ConfigError(f"{whole.architecture} generates no text; give --speculative-draft-model-path another")
         self._decoder = decoder

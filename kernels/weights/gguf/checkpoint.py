@@ -280,7 +280,7 @@ class GgufCheckpoint:
             vector = self._quants.dequantize(rows, kind).reshape(-1)
             values = torch.from_numpy(np.array(vector if order is None else vector[order], np.float32))
             if (place := self._declared[name].gguf) is not None and place.exponent:
-                values = torch.log(-values)
+                values = torch.log(-values).view(self._declared[name].shape)
             target.copy_(values if part is None else part.narrow(values))
             return
         whole = len(rows) if order is None else len(order)
@@ -316,9 +316,10 @@ def not_finite(foreign: str) -> GgufError:
 
 
 def _as_matrix(info: TensorInfo, declared: tuple[int, ...]) -> TensorInfo:
-    """``info`` as it is declared: files store a matrix of one row as a vector, some vectors as a matrix, and what heads
-    have apart in three dimensions."""
-    same = declared == (1, *info.shape) or (len(info.shape) == 2 and declared == (math.prod(info.shape),))
+    """``info`` as it is declared: files store a matrix of one row as a vector, some vectors as a matrix, what heads
+    have apart in three dimensions, and any with dimensions of one."""
+    same = declared != () and [size for size in declared if size > 1] == [size for size in info.shape if size > 1]
+    same |= len(info.shape) == 2 and declared == (math.prod(info.shape),)
     if len(info.shape) == 3:
         same = declared == (info.shape[0] * info.shape[1], info.shape[2])
     return dataclasses.replace(info, shape=declared) if same else info

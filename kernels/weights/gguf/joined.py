@@ -2,7 +2,8 @@
 gate and up projections, and ``ffn_gate_up_exps`` into those of experts.
 
 Blocks lie along the inputs, so a split between rows changes no number. Sizes follow from other tensors of the layer:
-the inputs of ``attn_output`` are the query heads, the inputs of ``ffn_down`` are as wide as the gate. A tensor that
+the inputs of ``attn_output`` are the query heads, the inputs of ``ffn_down`` are as wide as the gate; or from what the
+model declares. A tensor that
 does not fit stays whole; the check of names and shapes refuses it later.
 """
 
@@ -34,11 +35,13 @@ def cut(
     result: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         whole = declared.get(name) == info.shape
-        result |= ({} if whole else _parts(name, info, tensors)) or {name: info}
+        result |= ({} if whole else _parts(name, info, tensors, declared)) or {name: info}
     return result
 
 
-def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _parts(
+    name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], declared: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorInfo]:
     """The parts of a fused tensor. Empty: it is not fused, or does not fit."""
     path, _, kind = name.rpartition(".")
     layer, _, joined = path.rpartition(".")
@@ -47,6 +50,9 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> di
         return {}
     weight = tensors.get(f"{path}.weight")
     sizes = None if weight is None else _sizes(joined, layer, weight, tensors)
+    rows = [declared.get(f"{part}.weight", (0,))[0] for part in names]
+    if weight is not None and joined == "attn_qkv" and weight.shape[:1] == (sum(rows),):
+        sizes = tuple(rows)  # values may have another size than keys
     if sizes is None:
         return {}
     if kind in ("scale", "input_scale"):  # one factor for all parts, or for each expert

@@ -117,13 +117,32 @@ _STEPS = Row(
             stack=True,
         ),
         Heatmap(
-            "Sequences in a step, spread", "How many steps, by their number of sequences.", buckets("troupe_step_rows")
+            "Sequences in a step, spread",
+            "How many steps, by their number of sequences.",
+            buckets("troupe_step_rows"),
+            width=6,
         ),
         TimeSeries(
             "Steps",
             "Steps per second.",
             (Query(rate("troupe_steps_total", "instance"), "{{instance}}"),),
             unit="ops",
+            width=6,
+        ),
+        TimeSeries(
+            "Pipeline bubbles",
+            "Share of the time with a step in flight in which a pipeline worker is idle. Not measured on GPUs.",
+            (
+                Query(
+                    f"1 - {rate('troupe_pipeline_stage_seconds_total', 'instance, replica, worker')}"
+                    f" / on (instance, replica) group_left ()"
+                    f" ({rate('troupe_pipeline_seconds_total', 'instance, replica')} > 0)",
+                    "{{instance}} {{worker}}",
+                ),
+            ),
+            unit="percentunit",
+            maximum=1,
+            width=6,
         ),
         TimeSeries(
             "Rows run in graphs",
@@ -137,6 +156,7 @@ _STEPS = Row(
             ),
             unit="percentunit",
             maximum=1,
+            width=6,
         ),
     ),
 )

@@ -265,9 +265,51 @@ _SERVERS = Row(
     ),
 )
 
+_ADAPTED = 'adapter!=""'
+
+_ADAPTERS = Row(
+    "Adapters",
+    (
+        TimeSeries(
+            "Requests by adapter",
+            "Ended requests of each LoRA adapter; those without one are left out.",
+            (Query(rate("troupe_requests_total", "adapter", _ADAPTED), "{{adapter}}"),),
+            unit="reqps",
+            stack=True,
+            width=12,
+        ),
+        TimeSeries(
+            "First token by adapter, p95",
+            "95 of 100 requests of an adapter had their first token within this time. Long for one alone: it waits "
+            "for a slot; raise --max-loras-per-batch.",
+            (Query(quantile(0.95, _TTFT, "adapter", _ADAPTED), "{{adapter}}"),),
+            unit="s",
+            width=12,
+        ),
+        TimeSeries(
+            "Waiting by adapter",
+            "Live requests of each adapter that do not run.",
+            (Query('sum by (adapter) (troupe_adapter_requests{@, state="waiting"})', "{{adapter}}"),),
+            width=12,
+        ),
+        TimeSeries(
+            "Slots",
+            "Slots on the devices that hold an adapter, all slots, and adapters that requests may name.",
+            (
+                Query("sum(troupe_adapter_slots_used{@})", "used"),
+                Query("sum(troupe_adapter_slots{@})", "slots"),
+                Query("sum(troupe_adapters_loaded{@})", "loaded"),
+            ),
+            decimals=0,
+            width=12,
+        ),
+    ),
+    collapsed=True,
+)
+
 OVERVIEW = Board(
     "troupe-overview",
     "Troupe: overview",
     "State, throughput, latency and errors.",
-    (_NOW, _TRAFFIC, _LOAD, _TROUBLE, _SERVERS),
+    (_NOW, _TRAFFIC, _LOAD, _TROUBLE, _SERVERS, _ADAPTERS),
 )

@@ -35,6 +35,23 @@ def test_inter_token_latency_is_counted_within_a_replica() -> None:
     assert HealthBoards([first, second]).steps == 5
 
 
+def test_stages_compute_in_a_part_of_the_time_with_steps_in_flight() -> None:
+    counted = StepMetrics()
+    board, other = HealthBoard(counted, 1), HealthBoard(counted, 0)
+    assert not [name for name in counted.readings() if "pipeline" in name]
+    answer(other, 0.0, 1.0)
+    board.step_sent(StepShape(10.0, decodes=2))
+    board.step_sent(StepShape(11.0, decodes=2))
+    for at in (13.0, 14.0):
+        board.step_finished(at, StepResult(1, accepted=b"", tokens=b""), 2)
+        board.stage_ran("worker-2", 1.5)
+    answer(board, 100.0, 101.0)
+    board.stage_ran("worker-3", 0.0)
+    readings = counted.readings()
+    assert readings["troupe_pipeline_seconds_total"] == {("1",): 5.0}
+    assert readings["troupe_pipeline_stage_seconds_total"] == {("1", "worker-2"): 3.0}
+
+
 def test_loads_and_caches_are_summed() -> None:
     first, second = boards = HealthBoard(), HealthBoard()
     both = HealthBoards(boards)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from actors.engine.engine import Engine
 from actors.options import ArgumentError
@@ -91,6 +94,7 @@ async def test_unloading_waits_for_requests_and_a_new_one_shares_no_prefix(engin
 async def test_what_is_wrong_with_an_adapter_is_said_and_changes_nothing(engine, files, tmp_path):
     for name, path, reason in (
         ("first", files["other"], "'first' is loaded already"),
+        (engine.model_names[0], files["other"], "is the name of the model. Take another name"),
         ("x", "https://host/adapter", "is a URL"),
         ("x", tmp_path / "none", "is not a directory"),
         (
@@ -110,11 +114,19 @@ async def test_what_is_wrong_with_an_adapter_is_said_and_changes_nothing(engine,
 async def test_an_adapter_whose_files_have_gone_fails_its_requests_alone(tiny_model, files, alone, tmp_path):
     folder = shutil.copytree(files["first"], tmp_path / "first")
     async with small_engine(tiny_model, lora_paths=[str(folder)]) as engine:
+        running = asyncio.create_task(tokens_of(engine, str(folder), 300))
+        await until(lambda: engine.board.scheduler is not None and engine.board.scheduler.steps > 3, "no steps")
         shutil.rmtree(folder)
         os.kill(engine.describe()["workers"][0]["pid"], signal.SIGKILL)
         assert await tokens_of(engine, None) == alone[None]
-        with pytest.raises(Exception, match="is not loaded"):
+        with pytest.raises(Exception, match="is not loaded: its files could not be read again"):
+            await running
+        with pytest.raises(InvalidRequest, match=r"is no longer loaded: restarted workers could not load it again \("):
             await tokens_of(engine, str(folder))
+        shutil.copytree(files["first"], folder)
+        await engine.load_adapter(str(folder), str(folder))
+        assert await tokens_of(engine, str(folder)) == alone["first"]
+        await rest(engine)
 
 
 async def test_one_more_than_max_loaded_loras_unloads_the_policys_choice(tiny_model, files):
@@ -145,11 +157,11 @@ async def test_limits_hold_for_the_first_adapters_and_later_ones(tiny_model, fil
     with pytest.raises((EngineFailed, ArgumentError), match="none is not a directory"):
         async with small_engine(tiny_model, lora_paths=[str(tmp_path / "none")]):
             pass
-    with pytest.raises(EngineFailed, match="its rank is 3, more than --max-lora-rank 2"):
+    with pytest.raises(EngineFailed, match="its rank 3 is larger than --max-lora-rank 2"):
         async with small_engine(tiny_model, lora_paths=[str(files["first"])], max_lora_rank=2):
             pass
     async with small_engine(tiny_model, enable_lora=True, lora_target_modules=["q_proj"]) as engine:
-        with pytest.raises(InvalidRequest, match="--lora-target-modules does not name"):
+        with pytest.raises(InvalidRequest, match="--lora-target-modules does not include"):
             await engine.load_adapter("first", str(files["first"]))
 
 
@@ -159,10 +171,12 @@ async def test_limits_hold_for_the_first_adapters_and_later_ones(tiny_model, fil
         {"data_parallel_size": 2},
         {"tensor_parallel_size": 2},
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
+        {"pipeline_parallel_size": 2},
+        {"enable_deterministic_inference": True},
     ],
-    ids=["replicas", "ranks", "speculation"],
+    ids=["replicas", "ranks", "speculation", "stages", "deterministic"],
 )
-async def test_replicas_ranks_and_drafts_give_the_same_tokens(tiny_model, files, alone, options):
+async def test_replicas_ranks_stages_and_drafts_give_the_same_tokens(tiny_model, files, alone, options):
     async with small_engine(tiny_model, lora_paths=[f"first={files['first']}"], **options) as engine:
         await engine.load_adapter("other", str(files["other"]))
         names = [*NAMES, *NAMES]
@@ -172,8 +186,38 @@ async def test_replicas_ranks_and_drafts_give_the_same_tokens(tiny_model, files,
         assert await asyncio.gather(*running) == [alone[name] for name in names]
 
 
-async def test_the_trace_of_a_request_names_its_adapter(engine):
-    async with engine.generate(PROMPT, SamplingParams(max_tokens=1), adapter="first") as stream:
-        assert stream.timeline.request["troupe.adapter"] == "first"
-    async with engine.generate(PROMPT, SamplingParams(max_tokens=1)) as stream:
-        assert "troupe.adapter" not in stream.timeline.request
+async def test_metrics_report_adapters_that_run_and_lie_on_the_device(engine, files):
+    def sample(name: str, **labels: str) -> float | None:
+        return engine.registry.get_sample_value(name, labels)
+
+    await engine.load_adapter("other", str(files["other"]))
+    assert (sample("troupe_adapters_loaded"), sample("troupe_adapter_slots")) == (2, 1)
+    assert sample("troupe_adapter_slots_used") == 0
+    running = asyncio.create_task(tokens_of(engine, "first", 200))
+    await until(lambda: sample("troupe_adapter_requests", adapter="first", state="running") == 1, "it does not run")
+    waiting = asyncio.create_task(tokens_of(engine, "other"))
+    await until(lambda: sample("troupe_adapter_requests", adapter="other", state="waiting") == 1, "it does not wait")
+    first, other = engine.adapters
+    await until(lambda: engine.board.resident_adapters == (first.index,), "it does not lie on the device")
+    await asyncio.gather(running, waiting)
+    assert engine.board.resident_adapters == (other.index,)
+    assert [engine.adapters.requests(each) for each in (first, other)] == [1, 1]
+    assert sample("troupe_adapter_slots_used") == 1
+    assert sample("troupe_requests_total", finish_reason="length", adapter="first") == 1
+    assert sample("troupe_tokens_total", gen_ai_token_type="output", adapter="first") == 200
+    await engine.unload_adapter("other")
+    await tokens_of(engine, None, 2)
+    await until(lambda: engine.board.resident_adapters == (), "the unloaded adapter is reported still")
+    os.kill(engine.describe()["workers"][0]["pid"], signal.SIGKILL)
+    await tokens_of(engine, "first", 2)
+    await until(lambda: engine.board.resident_adapters == (first.index,), "it does not lie on the device")
+
+
+async def test_the_span_of_a_request_names_its_adapter(tiny_model, files):
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with small_engine(tiny_model, lora_paths=[f"first={files['first']}"], tracer_provider=provider) as engine:
+        for name in (None, "first"):
+            await tokens_of(engine, name, 1)
+    found = [span.attributes for span in exporter.get_finished_spans() if "gen_ai.request.model" in span.attributes]
+    assert [attributes.get("troupe.adapter") for attributes in found] == [None, "first"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ from actors.options import ArgumentError
 from actors.protocol.requests import RequestFailed, SamplingParams
 from actors.runtime import ChildCrash
 from kernels.contract.topology import Rank
+from tests.kits.adapters import adapted_modules, merged, save_adapter
 from tests.kits.engines import rest, small_engine
 from tests.kits.replicas import all_decode, kill, replicas, tokens_of
 from tests.kits.returned_values import make_sparse_model
-from tests.kits.waiting import until
+from tests.kits.waiting import PATIENCE
 
 PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS: list[Any] = [*(f"The lazy dog {i}" for i in range(5)), list(range(30, 180)), [7, 8, 9], list(range(30, 190))]
@@ -68,17 +67,19 @@ async def test_four_ranks_divide_two_attentions(model: Path) -> None:
         await rest(engine)
 
 
-async def test_requests_of_all_replicas_go_on_after_a_death(model: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+async def test_rows_travel_to_their_experts_and_outlive_a_worker(model: Path) -> None:
+    """In chunks, with prompts that lie in the prefix cache, and one part idle at first."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     expected = await alone(model, PROMPTS, params)
-    async with shared(model) as engine:
+    async with shared(model, moe_a2a_backend="deepep") as engine:
+        assert await tokens_of(engine, PROMPTS[5], params) == expected[5]
         readers = [asyncio.create_task(tokens_of(engine, prompt, params)) for prompt in PROMPTS]
         await all_decode(engine)
         kill(engine, 1)
-        await until(lambda: engine.board.worker is None, "the others live")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
-        assert all(worker["restarts"] for worker in engine.describe()["workers"])
+        assert [worker["restarts"] for worker in engine.describe()["workers"]] == [1, 1]
+        assert [worker.rank.ep for worker in engine.worker_ids.values()] == [0, 1]
         await rest(engine)
 
 
@@ -96,14 +97,44 @@ async def test_a_scheduler_that_dies_does_not_stop_the_other(model: Path) -> Non
         await rest(engine)
 
 
-async def test_a_hanging_rank_is_replaced_with_all_others(model: Path) -> None:
-    expected = await alone(model, PROMPTS)
-    async with shared(model, watchdog_timeout=5.0) as engine:
-        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
-        await all_decode(engine)
-        os.kill(engine.describe()["workers"][1]["pid"], signal.SIGSTOP)
+async def test_parts_with_adapters_generate_what_merged_models_do(model: Path, tmp_path: Path) -> None:
+    """Each part has requests of both adapters and of none, and more adapters than places."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    modules = adapted_modules(model, (".experts.",))
+    files: dict[str | None, Path] = {
+        name: save_adapter(tmp_path / name, modules, seed) for seed, name in enumerate(("first", "other"))
+    }
+    expected = []
+    for name in (None, *files):
+        expected += await alone(merged(model, tmp_path / f"merged {name}", files.get(name)), PROMPTS[:4], params)
+    assert len({str(answer) for answer in expected}) == len(expected)
+    paths = [f"{name}={path}" for name, path in files.items()]
+    async with shared(model, lora_paths=paths, max_loras_per_batch=1, max_running_requests=12) as engine:
         async with asyncio.timeout(120):
+            found = await asyncio.gather(
+                *(tokens_of(engine, prompt, params, name) for name in (None, *files) for prompt in PROMPTS[:4])
+            )
+        assert found == expected
+        await rest(engine)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("algorithm", "tp"), [("NGRAM", 2), ("STANDALONE", 4)])
+async def test_parts_draft_for_their_own_requests(model: Path, algorithm: str, tp: int) -> None:
+    """The draft has experts of its own, which each part has whole. One of them dies meanwhile."""
+    options: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 5}
+    if algorithm == "STANDALONE":
+        options |= {"speculative_draft_model_path": str(model), "speculative_num_steps": 4}
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    expected = await alone(model, PROMPTS, params)
+    async with shared(model, tp, **options) as engine:
+        readers = [asyncio.create_task(tokens_of(engine, prompt, params)) for prompt in PROMPTS]
+        await all_decode(engine)
+        kill(engine, 1)
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
+        accepted: Any = engine.board.all[0]._counted.readings()["troupe_speculative_accepted_tokens_total"]
+        assert sum(accepted.values()) > 0
         await rest(engine)
 
 
@@ -124,7 +155,7 @@ async def test_only_the_harmful_request_of_a_replica_fails(model: Path) -> None:
     [
         ({"tp": 2}, "needs data_parallel_size"),
         ({"tp": 3, "dp": 2}, "divides tensor_parallel_size, 3"),
-        ({"tp": 2, "dp": 2, "speculative_algorithm": "NGRAM"}, "contradicts speculative_algorithm"),
+        ({"tp": 2, "dp": 2, "pp": 2}, "contradicts pipeline_parallel_size"),
     ],
     ids=str,
 )

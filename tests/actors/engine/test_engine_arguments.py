@@ -207,7 +207,8 @@ async def test_what_does_nothing_on_the_device_that_was_found_is_warned_of(
         assert (await whole(e.generate([5], GREEDY))).token_ids
     [warning] = [record for record in caplog.records if "--device auto found" in record.getMessage()]
     assert "on device cpu" in warning.getMessage()
-    assert "attention_backend, base_gpu_id, cuda_graph_max_bs, speculative_attention_mode." in warning.getMessage()
+    options = "--attention-backend, --base-gpu-id, --cuda-graph-max-bs, --speculative-attention-mode."
+    assert options in warning.getMessage()
 
 
 async def test_request_timeout(tiny_model: Path) -> None:

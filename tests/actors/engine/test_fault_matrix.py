@@ -1,5 +1,5 @@
 """Every fault at every stage of a request's way. Whatever breaks: each request ends exactly once, the streams beside it
-say what they would have said, and nothing is left over.
+say what they would have said, with their adapters, and nothing is left over.
 
 The table below says what becomes of the request that the fault is meant for, and why a fault cannot be where it is not
 tried.
@@ -22,15 +22,18 @@ import pytest_asyncio
 from actors.faults import Fault
 from actors.protocol.requests import Chat, EngineDraining, RequestTimeout, SamplingParams
 from actors.text.detokenizer import Detokenizer
+from tests.kits.adapters import adapted_modules, save_adapter
 from tests.kits.breaking import Reading, Rig, breakable
 from tests.kits.waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
-BESIDE = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-VICTIM = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+BESIDE = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+VICTIM = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=440, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The lazy dog", list(range(10, 60))]
+ADAPTERS = [None, "first", None]
+"""Of ``PROMPTS``. The victim's is another."""
 CHAT = Chat(messages=[{"role": "user", "content": "What is the capital of France? one two three four five six " * 3}])
 
 IN_THE_LOOP = "no frame of a child carries this stage: its actor lives in the engine's own loop"
@@ -59,16 +62,24 @@ POSSIBLE = [(stage, fault) for stage, fault in CELLS if EXPECTED[fault][stage] n
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig(tiny_model: Path) -> AsyncIterator[Rig]:
+async def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    folder, modules = tmp_path_factory.mktemp("adapters"), adapted_modules(tiny_model)
+    paths = [f"{name}={save_adapter(folder / name, modules, seed)}" for seed, name in enumerate(("first", "victim"))]
     with pytest.MonkeyPatch.context() as patch:
-        async with breakable(tiny_model, patch, watchdog_timeout=2.0) as made:
+        async with breakable(tiny_model, patch, watchdog_timeout=2.0, lora_paths=paths) as made:
             yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def undisturbed(rig: Rig) -> dict[str, tuple[object, ...]]:
-    beside = [(await rig.read(prompt, BESIDE)).seen() for prompt in PROMPTS]
-    return {str(index): seen for index, seen in enumerate(beside)} | {"victim": (await rig.read(CHAT, VICTIM)).seen()}
+    each = zip(PROMPTS, ADAPTERS, strict=True)
+    result = {
+        str(index): (await rig.read(prompt, BESIDE, adapter=adapter)).seen()
+        for index, (prompt, adapter) in enumerate(each)
+    }
+    victim, plain = [(await rig.read(CHAT, VICTIM, adapter=adapter)).seen() for adapter in ("victim", None)]
+    assert victim != plain
+    return result | {"victim": victim}
 
 
 async def test_every_stage_meets_every_fault() -> None:
@@ -118,7 +129,8 @@ class Cell:
 
     async def play(self) -> None:
         rig = self.rig
-        started = [rig.start(prompt, BESIDE) for prompt in PROMPTS]
+        each = zip(PROMPTS, ADAPTERS, strict=True)
+        started = [rig.start(prompt, BESIDE, adapter=adapter) for prompt, adapter in each]
         for reading, _ in started:
             reading.stream._faults = None  # what strikes a reader is meant for the victim's
         self.beside = [reading for reading, _ in started]
@@ -173,7 +185,7 @@ class Cell:
 
     def start_victim(self) -> tuple[Reading, asyncio.Task[Reading]]:
         # A salt of its own: its prompt is computed, whatever ran before.
-        keywords: dict[str, Any] = {"cache_salt": f"{self.stage} {self.fault}"}
+        keywords: dict[str, Any] = {"adapter": "victim", "cache_salt": f"{self.stage} {self.fault}"}
         if self.expected == LATE:
             keywords["timeout"] = 0.35
         params = VICTIM if self.expected != LATE else LONG

@@ -30,12 +30,10 @@ MODEL = Path(__file__).parents[3] / "app" / "understudy" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ["Once upon a time there was", list(range(100, 300)), "What is 3 plus 4?"]
 FAULTS = [
-    (1, "prefill", "aicore@5", "507015"),
-    (1, "decode", "lost@3", "507010"),
-    (1, "prefill", "oom@1", "memory"),
-    (2, "decode", "hang@1@hccl", "507048"),
+    (1, [("prefill", "aicore@5", "507015"), ("decode", "lost@3", "507010"), ("prefill", "oom@1", "memory")]),
+    (2, [("decode", "lost@3", "507010"), ("decode", "hang@1@hccl", "507048")]),
 ]
-"""Devices, the stage of a request, the fault, and what the log says of it."""
+"""Devices, and one after the other the stage of a request, the fault, and what the log says of it."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -80,15 +78,15 @@ async def outlives(rig: Rig, stage: str, operator: str, expected: list[dict[int,
     rig.forgive()
 
 
-@pytest.mark.parametrize(("rig", "stage", "operator", "says"), FAULTS, indirect=["rig"])
+@pytest.mark.parametrize(("rig", "faults"), FAULTS, indirect=["rig"], ids=["one", "two"])
 async def test_a_device_fails(
     rig: Rig,
     undisturbed: list[dict[int, list[int]]],
     caplog: pytest.LogCaptureFixture,
-    stage: str,
-    operator: str,
-    says: str,
+    faults: list[tuple[str, str, str]],
 ) -> None:
     """Where there are two, the other rank waits in a collective, and is replaced with it."""
-    await outlives(rig, stage, operator, undisturbed)
-    assert says in caplog.text
+    for stage, operator, says in faults:
+        caplog.clear()
+        await outlives(rig, stage, operator, undisturbed)
+        assert says in caplog.text

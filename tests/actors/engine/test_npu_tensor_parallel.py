@@ -7,14 +7,17 @@ import importlib.util
 import os
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.boards.stream_buffer import merge
+from actors.faults import Fault, FaultPlan
 from actors.protocol.requests import EngineFailed, SamplingParams
+from tests.kits.nodes import cluster
 from tests.kits.npu_engine import CLOSE, GREEDY, PROMPTS, SAMPLED, all_tokens, serving, tokens_of
-from tests.kits.waiting import until
+from tests.kits.replicas import replicas
 
 pytestmark = [
     pytest.mark.long,
@@ -33,6 +36,19 @@ async def test_two_npus_generate_what_the_cpu_generates() -> None:
     async with serving(npu_simulator="A2", dtype="float32", tp=2) as engine:
         assert [worker["name"] for worker in engine.describe()["workers"]] == ["worker-0", "worker-1"]
         assert [await all_tokens(engine), await all_tokens(engine, SAMPLED)] == expected
+
+
+async def test_npus_of_two_nodes_generate_what_the_cpu_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(**CPU) as engine:
+        expected = await all_tokens(engine)
+    with cluster(tmp_path, monkeypatch) as nodes:
+        other = nodes.start("--npu-simulator", "A2", "--tp", "2")
+        async with serving(npu_simulator="A2", dtype="float32", tp=2, **nodes.options) as engine:
+            assert [worker["node"] for worker in engine.describe()["workers"]] == [0, 1]
+            assert await all_tokens(engine) == expected
+        assert other.wait() == 0
 
 
 async def test_graphs_hold_the_collectives_and_a_dead_worker_loses_nothing() -> None:
@@ -75,17 +91,16 @@ async def test_a_hung_collective_is_a_death_and_the_request_goes_on(
     assert "HCCL_EXEC_TIMEOUT" in caplog.text
 
 
-async def test_replicas_on_two_npus_take_over_from_each_other() -> None:
+async def test_a_replica_takes_over_from_one_that_loses_its_npu() -> None:
     async with serving(npu_simulator="A2", dtype="float32", tp=1) as engine:
         expected = await all_tokens(engine)
-    async with serving(npu_simulator="A2", dtype="float32", dp=2, cuda_graph_bs=(1, 2, 8)) as engine:
-        reader = asyncio.create_task(all_tokens(engine))
-        assert engine.intake is not None
-        journals = [route.journal for route in engine.intake._router.routes]
-        await until(lambda: all(len(journal) for journal in journals), "one replica got all requests")
-        os.kill(engine.describe()["workers"][0]["pid"], signal.SIGKILL)
-        assert await reader == expected
-        assert [worker["restarts"] for worker in engine.describe()["workers"]][1] == 0
+    with FaultPlan(Fault("decode", "device", nth=3, operator="lost@3")) as plan:
+        options: dict[str, Any] = {"dtype": "float32", "dp": 2, "cuda_graph_bs": (1, 2, 8), "faults": plan}
+        async with serving(npu_simulator="A2", **options) as engine:
+            assert await all_tokens(engine) == expected
+            assert all(each.board.cache().queried_tokens for each in replicas(engine))  # type: ignore[union-attr]
+            assert sorted(worker["restarts"] for worker in engine.describe()["workers"]) == [0, 1]
+            assert plan.pending() == 0
 
 
 async def test_more_ranks_than_devices_are_refused() -> None:

@@ -7,12 +7,13 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.boards.stream_buffer import merge
 from actors.engine.engine import Engine
-from actors.protocol.requests import EngineFailed, SamplingParams
+from actors.protocol.requests import SamplingParams
 from actors.requests.streams import RequestStream
 from kernels.contract.grammar import Grammar
 from tests.kits import engines
@@ -45,8 +46,19 @@ async def test_two_stages_say_what_one_worker_says_and_outlive_a_kill(tiny_model
     async with small_engine(tiny_model) as engine:
         expected = await say(engine)
         long = await read_out(engine.generate("Once upon", LONG))
+        alone = engine.model_info
     async with small_engine(tiny_model, pp=2) as engine:
-        assert len(engine.describe()["workers"]) == 2
+        assert [worker["name"] for worker in engine.describe()["workers"]] == ["worker-0", "worker-1"]
+        assert alone is not None
+        assert engine.model_info is not None  # of both stages
+        assert engine.model_info.cache_bytes == alone.cache_bytes
+        assert engine.model_info.weight_bytes >= alone.weight_bytes
+        assert await say(engine) == expected
+        counted = engine.board.all[0]._counted.readings()
+        whole: Any = counted["troupe_pipeline_seconds_total"]
+        stages: Any = counted["troupe_pipeline_stage_seconds_total"]
+        assert set(stages) == {("0", "worker-0"), ("0", "worker-1")}
+        assert all(0 < seconds < whole["0",] for seconds in stages.values())
         assert await say(engine) == expected
         for worker in (0, 1):
             before = pids(engine)
@@ -86,10 +98,23 @@ async def test_stages_follow_grammars_penalties_scores_and_aborts(tiny_model: Pa
         expected = await answers(engine)
     async with small_engine(tiny_model, pp=2, pp_async_batch_depth=1, pp_max_micro_batch_size=3) as engine:
         assert await answers(engine) == expected
+    drafted = partial(small_engine, pp=2, speculative_algorithm="NGRAM", pp_async_batch_depth=1)
+    async with drafted(tiny_model, pp_max_micro_batch_size=3) as engine:
+        assert await answers(engine) == expected
 
 
 @pytest.mark.long
-async def test_stages_refuse_speculation_by_name(tiny_model: Path) -> None:
-    with pytest.raises(EngineFailed, match="--speculative-algorithm is not for the stages of a pipeline"):
-        async with small_engine(tiny_model, pp=2, speculative_algorithm="NGRAM"):
-            pass
+async def test_stages_accept_draft_tokens_and_outlive_a_kill(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        expected = await say(engine)
+        long = await read_out(engine.generate("Once upon", LONG))
+    drafted = partial(small_engine, pp=2, speculative_algorithm="NGRAM", chunked_prefill_size=32)
+    async with drafted(tiny_model) as engine:
+        assert await say(engine) == expected
+        assert await say(engine) == expected  # from the prefix cache
+        assert engine.metrics.steps.speculation.accepted > 20
+        for worker in (0, 1):
+            stream = engine.generate("Once upon", LONG)
+            first = await anext(stream)
+            os.kill(pids(engine)[worker], signal.SIGKILL)
+            assert [*first.token_ids, *await read_out(stream)] == long

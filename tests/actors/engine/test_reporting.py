@@ -20,7 +20,8 @@ from telemetry.metrics.names import METRICS
 from tests.kits.engines import rest, small_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-OPTIONAL = ("troupe_speculative_", "troupe_cache_group_", "troupe_expert_")  # of drafts, cache groups, recorded experts
+OPTIONAL = ("troupe_speculative_", "troupe_cache_group_", "troupe_expert_", "troupe_adapter", "troupe_pipeline_")
+"""Of drafts, cache groups, recorded experts, adapters, stages."""
 
 
 small = partial(small_engine, max_total_tokens=1024)

@@ -149,8 +149,8 @@ def test_eagle_finds_multi_token_heads(tmp_path: Path) -> None:
     ("algorithm", "draft", "rule"),
     [
         ("EAGLE", None, "num_nextn_predict_layers"),
-        ("EAGLE3", None, "needs speculative_draft_model_path"),
-        ("DFLASH", None, "needs speculative_draft_model_path"),
+        ("EAGLE3", None, "needs --speculative-draft-model-path"),
+        ("DFLASH", None, "needs --speculative-draft-model-path"),
         ("STANDALONE", None, "or use NGRAM"),
         ("EAGLE", {"draft_vocab_size": 50}, "draft for EAGLE3, not for EAGLE"),
         ("EAGLE3", {"dflash_config": {}}, "draft for DFLASH, not for EAGLE3"),

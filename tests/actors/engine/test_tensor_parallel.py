@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from actors.protocol.requests import EngineFailed, SamplingParams
 from actors.requests.streams import RequestStream
 from tests.kits import engines
 from tests.kits.addresses import held_address
+from tests.kits.tiny_model import make_tiny_model
 from tests.kits.waiting import PATIENCE, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -77,6 +79,23 @@ async def test_two_workers_generate_what_one_generates_and_are_replaced_together
 
 
 @pytest.mark.long
+async def test_prompts_run_as_two_batches_and_a_dead_worker_loses_nothing(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "long", max_position_embeddings=1024)
+    prompt, options = [20 + 7 * place % 300 for place in range(700)], {"chunked_prefill_size": 1024}
+    async with small_engine(model, **options) as engine:
+        expected = await read_out(engine.generate(prompt, GREEDY))
+    async with small_engine(model, tp=2, enable_two_batch_overlap=True, **options) as engine:
+        before = pids(engine)
+        stream = engine.generate(prompt, GREEDY)
+        first = await anext(stream)
+        os.kill(before[1], signal.SIGKILL)
+        assert [*first.token_ids, *await read_out(stream)] == expected
+        rows = engine.metrics.steps.readings()["troupe_step_rows_total"]
+        assert isinstance(rows, Mapping)
+        assert rows["two_batches",] == 2  # the prompt, and the prompt with its output
+
+
+@pytest.mark.long
 async def test_workers_meet_in_a_folder_that_only_their_user_enters(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,8 +132,8 @@ async def test_two_workers_draft_alike(tiny_model: Path) -> None:
 
 
 @pytest.mark.long
-async def test_ranks_of_different_incarnations_serve(tiny_model: Path) -> None:
-    """Rank 0 dies once more, before rank 1 is started again: each epoch of the group has its own number."""
+async def test_a_rank_may_die_again_while_its_group_restarts(tiny_model: Path) -> None:
+    """Rank 0 dies once more. Rank 1 is started again once or twice: the group has an epoch of its own each time."""
     async with small_engine(tiny_model, tp=2) as engine:
         expected = await read_out(engine.generate("Once upon", LONG))
         first = pids(engine)[0]
@@ -126,7 +145,8 @@ async def test_ranks_of_different_incarnations_serve(tiny_model: Path) -> None:
         killer = asyncio.create_task(kill_the_next())
         assert await killed_in_a_stream(engine, 1, signal.SIGKILL) == expected
         await killer
-        assert [worker["restarts"] for worker in engine.describe()["workers"]] == [2, 1]
+        restarts = [worker["restarts"] for worker in engine.describe()["workers"]]
+        assert restarts in ([2, 1], [2, 2])
 
 
 @pytest.mark.long

@@ -47,11 +47,13 @@ def test_a_single_object_is_one_adapter():
         ({"lora_paths": ["m=x"], "served_model_name": ["m"]}, "or of the model"),
         ({"lora_paths": ["a", "b"], "max_loaded_loras": 1}, "is less than the 2"),
         ({"enable_lora": True, "lora_eviction_policy": "fifo"}, "needs max_loaded_loras"),
-        ({"enable_lora": True, "pp": 2}, "stages of a pipeline"),
-        ({"enable_lora": True, "enable_dp_attention": True, "tp": 2, "dp": 2}, "contradicts adapters"),
         ({"max_lora_rank": 8}, "needs enable_lora"),
         ({"max_loras_per_batch": 2}, "needs enable_lora"),
-        ({"enable_lora": True, "lora_backend": "cutlass"}, "those of the device"),
+        ({"enable_lora": True, "lora_backend": "cutlass"}, "lora_backend"),
+        ({"enable_lora": True, "lora_backend": "csgmv", "device": "cpu"}, "lora_backend contradicts device cpu"),
+        ({"enable_lora": True, "lora_backend": "native", "device": "npu"}, "lora_backend contradicts device npu"),
+        ({"enable_lora": True, "lora_backend": "torch", "enable_deterministic_inference": True}, "by its own kernels"),
+        ({"lora_backend": "torch"}, "needs enable_lora"),
         ({"enable_lora": True, "max_lora_chunk_size": 64}, "those of the device"),
         ({"enable_lora": True, "fully_sharded_loras": True}, "are divided over the devices"),
     ],
@@ -68,6 +70,8 @@ def test_room_is_that_of_the_first_adapters_or_as_given():
     assert room() is None
     assert room(enable_lora=True) == AdapterSettings(16, 8, ("all",))
     assert room(*INFOS, lora_paths=["a", "b"]) == AdapterSettings(8, 8, ("k_proj", "q_proj"))
+    for backend, plain in (("torch", True), ("torch_native", True), ("native", False), ("auto", False)):
+        assert room(enable_lora=True, lora_backend=backend, device="cpu").plain is plain
     given = {"max_lora_rank": 32, "max_loras": 3, "lora_target_modules": ["o_proj"]}
     assert room(*INFOS, lora_paths=["a", "b"], **given) == AdapterSettings(32, 3, ("o_proj",))
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.engine.configuration import runner_config
 from actors.options import ARGUMENTS, Argument, ArgumentError, Arguments
+from actors.workers.placement import Placement
 
 
 def problem(**keywords: object) -> str:
@@ -74,7 +76,7 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 
 
 def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
-    assert "linear layers are built; merge" in problem(enable_lora_bias=True)
+    assert "no rotary scaling; merge" in problem(enable_lora_bias=True)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave it out for checkpoints of ModelSlim" in problem(quantization="mxfp8")
@@ -100,7 +102,7 @@ def test_a_value_that_changes_nothing_is_accepted() -> None:
 
 
 def test_a_negated_refusal_is_not_a_way_around_it() -> None:
-    assert "linear layers" in problem(no_enable_lora_bias=False)
+    assert "adapters have no biases" in problem(no_enable_lora_bias=False)
     assert "share a step" in problem(no_enable_mixed_chunk=True)
 
 
@@ -171,7 +173,60 @@ def test_wrong_values(keywords: dict[str, object], message: str) -> None:
         ),
         ({"tp_size": 4, "ep_size": 3}, "expert_parallel_size 3 must divide tensor_parallel_size 4"),
         ({"tp_size": 4, "ep_size": 2, "enable_expert_parallel": True}, "contradicts expert_parallel_size"),
+        ({"deepep_mode": "normal"}, "deepep_mode needs moe_a2a_backend"),
+        ({"enable_single_batch_overlap": True}, "enable_single_batch_overlap needs moe_a2a_backend"),
+        ({"tp": 2, "moe_a2a_backend": "deepep"}, "moe_a2a_backend needs enable_dp_attention"),
+        (
+            {"tp": 4, "dp": 2, "ep": 2, "enable_dp_attention": True, "all2all_backend": "deepep"},
+            "moe_a2a_backend contradicts expert_parallel_size 2",
+        ),
+        (
+            {"tp": 2, "dp": 2, "enable_dp_attention": True, "deepep_mode": "normal"}
+            | {"all2all_backend": "deepep_low_latency"},
+            "deepep_low_latency contradicts deepep_mode",
+        ),
+        ({"moe_a2a_backend": "ascend_fuseep"}, "torch_npu has no operator that dispatches"),
+        ({"deepep_config": "config.json"}, "not by this library"),
+        (
+            {"speculative_algorithm": "MTP", "speculative_moe_a2a_backend": "deepep"},
+            "speculative_moe_a2a_backend needs moe_a2a_backend deepep",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_moe_a2a_backend": "deepep"},
+            "speculative_moe_a2a_backend has no effect with speculative_algorithm NGRAM",
+        ),
+        (
+            {"speculative_algorithm": "MTP", "speculative_moe_a2a_backend": "deepep"}
+            | {"enable_multi_layer_eagle": True},
+            "speculative_moe_a2a_backend contradicts enable_multi_layer_eagle",
+        ),
         ({"enable_expert_parallel": True}, "enable_expert_parallel needs tensor_parallel_size"),
+        ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap needs tensor_parallel_size"),
+        ({"tp": 2, "enable_two_batch_overlap": True, "pp": 2}, "overlap contradicts pipeline_parallel_size"),
+        ({"tp": 2, "enable_two_batch_overlap": True, "lora_paths": ("a=b",)}, "overlap contradicts lora_paths"),
+        (
+            {"tp": 2, "enable_two_batch_overlap": True, "chunked_prefill_size": 511},
+            "overlap contradicts chunked_prefill_size 511: only steps of 512 or more tokens",
+        ),
+        (
+            {
+                "tp": 2,
+                "enable_nsa_prefill_context_parallel": True,
+                "chunked_prefill_size": 63,
+                "max_running_requests": 32,
+            },
+            "parallel contradicts chunked_prefill_size 63: only steps of 64 or more tokens",
+        ),
+        ({"tbo_token_distribution_threshold": 0.3}, "threshold needs enable_two_batch_overlap"),
+        ({"ep_num_redundant_experts": 2}, "ep_num_redundant_experts needs expert_parallel_size"),
+        ({"tp": 2, "ep": 2, "init_expert_location": "where.pt"}, "pickled files can run code"),
+        ({"tp": 2, "ep": 2, "ep_dispatch_algorithm": "dynamic"}, "experts have no copies"),
+        ({"tp": 2, "ep": 2, "eplb_rebalance_num_iterations": 9}, "num_iterations needs enable_eplb"),
+        ({"tp": 2, "pp": 2, "ep": 2, "enable_eplb": True}, "enable_eplb contradicts pipeline_parallel_size"),
+        (
+            {"tp": 2, "pp": 2, "ep": 2, "ep_num_redundant_experts": 2},
+            "ep_num_redundant_experts contradicts pipeline_parallel_size",
+        ),
         ({"skip_server_warmup": True, "warmups": "batch"}, "warmups contradicts skip_server_warmup"),
         ({"soft_watchdog_timeout": 300}, "soft_watchdog_timeout 300 must be less than watchdog_timeout, 300"),
         ({"soft_watchdog_timeout": 9, "watchdog_timeout": 5}, "must be less than watchdog_timeout, 5"),
@@ -180,6 +235,11 @@ def test_wrong_values(keywords: dict[str, object], message: str) -> None:
         ({"enable_expert_distribution_metrics": True}, "needs expert_distribution_recorder_mode"),
         ({"expert_distribution_recorder_buffer_size": 8}, "buffer_size needs expert_distribution_recorder_mode"),
         ({"expert_distribution_recorder_mode": "stat", "pp_size": 2}, "mode contradicts pipeline_parallel_size"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_adaptive": True, "pp_size": 2},
+            "speculative_adaptive contradicts pipeline_parallel_size: it learns from the duration of steps",
+        ),
+        ({"enable_return_routed_experts": True, "pp_size": 2}, "experts contradicts pipeline_parallel_size"),
         ({"gpu_id_step": 2}, "gpu_id_step needs tensor_parallel_size"),
         ({"cuda_graph_max_bs": 8, "enforce_eager": True}, "cuda_graph_max_bs contradicts disable_cuda_graph"),
         (
@@ -246,3 +306,25 @@ def test_the_model_name() -> None:
     assert Arguments.from_keywords(model="a/b").model_name == "a/b"
     assert Arguments.from_keywords(model="a/b", served_model_name="c").model_name == "c"
     assert Arguments().model_name == ""
+
+
+def test_derived_sizes_are_accepted_with_their_value_only() -> None:
+    shared: dict[str, object] = {"model": "m", "tp": 4, "dp": 2, "enable_dp_attention": True, "ep": 2}
+    stated = {"attn_tp_size": 2, "dense_tp_size": 2, "moe_tp_size": 2, "world_size": 4, "nprocs_per_node": 4}
+    given = Arguments.from_keywords(**shared, **stated, enable_dp_lm_head=True, dp_sampling=True)
+    plain = Arguments.from_keywords(**shared)
+    config, same = (runner_config(each, Path("m"), 8, Placement("cpu")) for each in (given, plain))
+    assert config == same
+    assert config.attention_size == given.attn_tp_size
+    for name, right in stated.items():
+        with pytest.raises(ArgumentError, match=f"{name.replace('dense', 'moe_dense')} 8 must be {right}, since"):
+            Arguments.from_keywords(**shared, **{name: 8})
+    for name in ("enable_dp_lm_head", "dp_sampling"):
+        with pytest.raises(ArgumentError, match=f"{name} needs enable_dp_attention"):
+            Arguments.from_keywords(model="m", tp=4, dp=2, **{name: True})
+    whole = Arguments.from_keywords(**shared, dense_tp_size=1)
+    assert runner_config(whole, Path("m"), 8, Placement("cpu")).whole_dense
+    alone = Arguments.from_keywords(model="m", tp=2, dp=2, enable_dp_attention=True, dense_tp_size=1)
+    assert not runner_config(alone, Path("m"), 8, Placement("cpu")).whole_dense  # one device has each part's
+    replicas: dict[str, object] = {"dp": 2, "tp": 2, "nnodes": 2, "dist_init_addr": "h:1", "attn_tp_size": 2}
+    assert Arguments.from_keywords(model="m", **replicas, world_size=4, nprocs_per_node=2).node_workers == 2

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket 
 async def test_a_launcher_starts_each_incarnation(system: ActorSystem) -> None:
     launched: list[BlankProcess] = []
 
-    def launch(environment: Mapping[str, str]) -> BlankProcess:
+    async def launch(environment: Mapping[str, str]) -> BlankProcess:
         launched.append(BlankProcess(environment, ["no.such.module", "colorsys"]))
         return launched[-1]
 

@@ -53,9 +53,19 @@ async def test_a_member_that_fails_to_start_restarts_the_whole_group_again() -> 
         stage.fail_starts["b"] = 1
         refs[0].offer(Crash())
         await kit.advance(1.0)
-        assert stage.log == ["-c0", "-b0", "+a1", "-a1"]
+        assert stage.log == ["-c0", "-b0", "+a1", "+c1", "-c1", "-a1"]
         await kit.advance(2.0)
-        assert stage.log[4:] == ["+a2", "+b2", "+c1"]
+        assert stage.log[6:] == ["+a2", "+b2", "+c2"]
+
+
+async def test_a_group_restarts_in_the_time_of_its_slowest_member() -> None:
+    async with TestKit() as kit:
+        stage = Stage()
+        refs = [await spawn(kit, stage, name, supervision=GROUP, group="g") for name in "abc"]
+        stage.slow_start = dict.fromkeys("abc", 10.0)
+        refs[0].offer(Crash())
+        await kit.advance(1.0 + 10.0)  # the backoff, and one start of virtual time
+        assert [each.state for each in kit.system.describe()] == ["running"] * 3
 
 
 async def test_a_member_that_dies_while_another_starts_does_not_wait_for_it() -> None:

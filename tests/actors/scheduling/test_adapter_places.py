@@ -40,6 +40,26 @@ def test_others_go_on_while_the_least_used_adapter_makes_room():
 
 
 @settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=10),
+    limit=st.integers(1, 3),
+    overlap=st.booleans(),
+)
+def test_more_adapters_than_places_all_get_their_turns(arrivals, limit, overlap):
+    stage = Stage(max_adapters=limit, overlap=overlap, max_running=4, max_slots=5, step_tokens=16)
+    count = 0
+    rest = 8 * (4 + sum(map(len, arrivals)))  # steps without a new request
+    for adapters in (*arrivals, *[[]] * rest):
+        for adapter in adapters:
+            stage.submit(spec(count, [count % 9], adapter=adapter, max_tokens=2, arrival=float(count)))
+            count += 1
+        if stage.plan() is not None:
+            stage.finish()
+        assert len(adapters_of(stage)) <= limit
+    assert all(stage.tokens(number) for number in range(count))
+
+
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), limit=st.integers(1, 3), max_running=st.integers(1, 5), overlap=st.booleans())
 def test_no_request_starves_however_many_of_other_adapters_come(data, limit, max_running, overlap):
     stage = Stage(

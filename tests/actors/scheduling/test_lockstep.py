@@ -12,13 +12,20 @@ class Replicas:
     """Two replicas; ``sent``: what each sent, in order: a name, or "" for an empty step, and the round's tokens."""
 
     def __init__(self, depth: int = 2, grace: float = 60.0) -> None:
-        self.lockstep = Lockstep(2, depth, grace)
+        self.replaced: list[str] = []
+        self.dead: set[int] = set()
+        self.lockstep = Lockstep(2, depth, self.replaced.append, grace)
         self.sent: list[list[tuple[str, tuple[int, ...]]]] = [[], []]
         for replica in (0, 1):
             self.join(replica)
 
     def join(self, replica: int) -> None:
-        self.lockstep.join(replica, lambda epoch, tokens: self.sent[replica].append(("", tokens)))
+        self.dead.discard(replica)
+        self.lockstep.join(
+            replica,
+            lambda epoch, tokens: self.sent[replica].append(("", tokens)),
+            lambda: replica not in self.dead,
+        )
 
     def submit(self, replica: int, name: str, tokens: int = 1, *, apart: bool = False, epoch: int = EPOCH) -> None:
         turn = Turn(tokens, lambda found: self.sent[replica].append((name, found)), apart=apart)
@@ -129,10 +136,34 @@ async def test_a_scheduler_that_starts_again_owes_no_answers():
     assert all_.names() == [["a", "b"], ["", ""]]
 
 
+async def test_no_round_begins_while_a_scheduler_is_dead():
+    """What a dead actor asks is not sent, so its workers would miss the round."""
+    all_ = Replicas()
+    all_.dead.add(1)
+    all_.submit(0, "a")
+    assert all_.names() == [[], []]
+    all_.join(1)
+    assert all_.names() == [["a"], [""]]
+
+
+async def test_workers_that_get_only_a_part_of_a_round_are_replaced():
+    def fail(tokens: tuple[int, ...]) -> None:
+        raise ValueError("too large")
+
+    all_ = Replicas()
+    all_.submit(0, "a")
+    all_.lockstep.submit(1, EPOCH, Turn(1, fail))
+    all_.submit(1, "x")
+    all_.answer(0, 1)
+    assert all_.replaced == ["a step could not be sent to all workers: too large"]
+    all_.submit(0, "b", epoch=EPOCH + 1)
+    assert all_.names() == [["a", "", "b"], ["", "x", ""]]
+
+
 async def test_no_round_begins_before_all_schedulers_have_started():
-    lockstep, sent = Lockstep(2, 2), list[str]()
-    lockstep.join(0, lambda epoch, tokens: sent.append("0"))
+    lockstep, sent = Lockstep(2, 2, lambda reason: None), list[str]()
+    lockstep.join(0, lambda epoch, tokens: sent.append("0"), lambda: True)
     lockstep.submit(0, 0, Turn(1, lambda tokens: sent.append("a")))
     assert not sent
-    lockstep.join(1, lambda epoch, tokens: sent.append("1"))
+    lockstep.join(1, lambda epoch, tokens: sent.append("1"), lambda: True)
     assert sent == ["a", "1"]

@@ -37,10 +37,15 @@ def test_a_sequence_alone_waits_for_its_token():
     assert stage.tokens(0) == says(prompt, 9)
 
 
-def test_a_chunk_waits_for_the_chunk_before_it():
+def test_chunks_of_one_prompt_are_in_flight_together():
     stage = Stage(stages=2, step_tokens=8)
     stage.submit(spec(0, range(20)))
-    assert unpack(stage.plan().counts) == [8]
+    batches = [stage.plan(), stage.plan()]
+    assert [unpack(batch.counts) for batch in batches] == [[8], [8]]
+    assert [batch.unanswered for batch in batches] == [0, 1]
+    assert stage.plan() is None
+    stage.finish()
+    assert unpack(stage.plan().counts) == [4]
     assert stage.plan() is None
     stage.play()
     assert stage.tokens(0) == says(range(20), 4)

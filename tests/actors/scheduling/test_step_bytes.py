@@ -7,7 +7,7 @@ from actors.protocol import Step
 from tests.actors.scheduling.stage import Stage, spec
 
 PAGE = 4
-FRAME = 110  # bytes of a message that are not its rows' or pages'
+FRAME = 114  # bytes of a message that are not its rows' or pages'
 
 
 def decode_sizes(rows, prompt_length, steps=3 * PAGE):

@@ -11,7 +11,14 @@ import huggingface_hub
 import pytest
 
 from actors.engine.lifecycle import Lifecycle
-from actors.text.model_files import ModelDownloadError, ModelFiles, ModelPathError, resolve_model_path
+from actors.text.model_files import (
+    ModelDownloadError,
+    ModelFiles,
+    ModelPathError,
+    adapter_source,
+    resolve_adapter_path,
+    resolve_model_path,
+)
 
 
 class _HubError(OSError):
@@ -49,6 +56,43 @@ def test_a_hub_that_does_not_answer_may_answer_a_later_start(
     assert lifecycle.status.permanent is permanent
 
 
+def test_an_adapter_of_the_hub_is_downloaded_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append({"name": name, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_adapter_path("owner/name@abc", download_dir="there") == tmp_path
+    assert resolve_adapter_path("owner/name") == tmp_path
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    first = {"name": "owner/name", "revision": "abc", "cache_dir": "there", "allow_patterns": files}
+    assert asked == [first, first | {"revision": None, "cache_dir": None}]
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for local in ("owner/name", "one", "./one/two", "/one/two", "one/two/three"):
+        assert resolve_adapter_path(local) == (tmp_path / local).absolute()
+    assert len(asked) == 2
+
+
+def test_other_nodes_get_an_adapter_of_the_hub_at_the_same_commit(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "c0ffee"
+    assert adapter_source("owner/name@main", snapshot) == "owner/name@c0ffee"
+    assert adapter_source(str(snapshot), snapshot) == ""
+
+
+def test_an_adapter_that_the_hub_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> Any:
+        raise _HubError(404)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(
+        ModelPathError, match="owner/name@x is not a local directory, and the hub has no such repository"
+    ):
+        resolve_adapter_path("owner/name@x")
+
+
 def test_the_argument_that_names_a_path_is_reported() -> None:
     with pytest.raises(ModelPathError, match="--tokenizer-path /no/such"):
         resolve_model_path("/no/such", argument="--tokenizer-path")
@@ -75,3 +119,9 @@ def test_the_first_reason_to_give_up_decides_whether_it_is_permanent() -> None:
     lifecycle.give_up("no memory is left")
     lifecycle.give_up("a wrong dtype", permanent=True)
     assert (lifecycle.error, lifecycle.permanent) == ("no memory is left", False)
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-this-name/adapter"])
+def test_an_adapters_path_that_no_file_can_have_is_refused(path):
+    with pytest.raises(ModelPathError, match="cannot be read"):
+        resolve_adapter_path(path)

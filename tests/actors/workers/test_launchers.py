@@ -23,17 +23,22 @@ class Early:
         return self._processes.pop(number, None)
 
 
+def end(pid: int) -> None:
+    """Kill a process and leave it to be reaped."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 @pytest.mark.parametrize("fate", ["waits", "is dead", "has another environment"])
-def test_an_early_process_is_its_workers_first_where_it_can_be(fate: str) -> None:
+async def test_an_early_process_is_its_workers_first_where_it_can_be(fate: str) -> None:
     environment = {"TROUPE_TEST": "set"}
     early = BlankProcess({} if fate == "has another environment" else environment)
     early.begin()
     if fate == "is dead":
-        os.kill(early.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, early.pid, os.WEXITED | os.WNOWAIT)
+        end(early.pid)
     given: Any = Early(early)
     launcher = LocalLauncher(given)
-    other, first, second = (launcher.launch(WorkerId(n, Rank(tp=n)), environment) for n in (0, 1, 1))
+    other, first, second = [await launcher.launch(WorkerId(n, Rank(tp=n)), environment) for n in (0, 1, 1)]
     try:
         assert (first is early) is (fate == "waits")
         assert first.returncode is None
@@ -46,7 +51,7 @@ def test_an_early_process_is_its_workers_first_where_it_can_be(fate: str) -> Non
             process.close()
 
 
-def test_without_early_processes_each_launch_starts_one() -> None:
-    process = LocalLauncher().launch(WorkerId(0), {})
+async def test_without_early_processes_each_launch_starts_one() -> None:
+    process = await LocalLauncher().launch(WorkerId(0), {})
     process.close()
     assert process.returncode == -signal.SIGKILL

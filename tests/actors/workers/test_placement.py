@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +171,69 @@ def test_workers_meet_on_the_loopback_interface() -> None:
     assert Placement("cuda").environment(arguments(tp=2), 1, {}, 300.0)["NCCL_SOCKET_IFNAME"].startswith("lo")
 
 
+def test_workers_of_several_nodes_use_the_interface_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(address: str) -> str | None:
+        given = arguments(tp=2, nnodes=2, dist_init_addr=address)
+        return Placement("cpu").environment(given, 0, {}, 300.0).get("GLOO_SOCKET_IFNAME")
+
+    own = next((name for _, name in socket.if_nameindex() if placement._ipv4_of(name) == "127.0.0.1"), None)
+    assert own in (None, "lo"), "only Linux says the addresses of interfaces"
+    assert str(chosen("127.0.0.1:29500")).startswith("lo")
+    monkeypatch.setattr(placement, "_interface_to", {"10.0.0.1:29500": "eth7"}.get)
+    assert chosen("10.0.0.1:29500") == "eth7"
+    assert chosen("10.0.0.2:29500") is None
+    unknown = arguments(tp=2, nnodes=2, cluster="ray")  # its address is chosen later
+    assert "GLOO_SOCKET_IFNAME" not in Placement("cpu").environment(unknown, 0, {}, 300.0)
+
+
+def test_an_ipv6_address_has_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "if_inet6"
+    monkeypatch.setattr(placement, "_IPV6_INTERFACES", table)
+    own = ipaddress.ip_address("fd00::7").packed.hex()
+    assert placement._interface_of_ipv6(own) is None
+    table.write_text(f"{own[:-1]}8 02 40 00 80     eth0\n{own} 03 40 00 80     eth1\n")
+    assert placement._interface_of_ipv6(own) == "eth1"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "problem"),
+    [
+        ({"tp": 2, "nnodes": 2}, "nnodes needs dist_init_addr"),
+        ({"nnodes": 2, "dist_init_addr": "h:29500"}, "nnodes needs tensor_parallel_size"),
+        ({"dp": 3, "nnodes": 2, "dist_init_addr": "h:29500"}, "nnodes 2 must divide the number of workers, 3"),
+        ({"tp": 3, "nnodes": 2, "dist_init_addr": "h:29500"}, "nnodes 2 must divide"),
+        ({"tp": 2, "nnodes": 2, "node_rank": 2, "dist_init_addr": "h:29500"}, "node_rank 2 must be less than nnodes 2"),
+        ({"node_rank": 1}, "node_rank 1 must be less than nnodes 1"),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "h:1", "nccl_port": 1}, "nccl_port must differ"),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "h:65535"}, "nccl_port 65536 leaves no port"),
+        ({"tp": 2, "dp": 2, "dist_init_addr": "h:1"}, "several replicas cannot share one rendezvous"),
+        ({"tp": 2, "dp": 2, "nnodes": 2, "dist_init_addr": "h:8", "nccl_port": 7}, "nccl_port must differ"),
+        ({"tp": 2, "dp": 2, "nnodes": 2, "dist_init_addr": "h:65534"}, "no port below 65536 for each of 2 replicas"),
+        ({"dp": 2, "nnodes": 2, "dist_init_addr": "h:1", "nccl_port": 7}, "nccl_port needs tensor_parallel_size"),
+        ({"tp": 2, "dist_init_addr": "h:1", "nccl_port": 2}, "nccl_port contradicts dist_init_addr"),
+        ({"nccl_port": 2}, "nccl_port needs tensor_parallel_size"),
+        ({"dist_timeout": 2}, "dist_timeout needs tensor_parallel_size"),
+    ],
+)
+def test_arguments_of_nodes_must_agree(keywords: dict[str, object], problem: str) -> None:
+    with pytest.raises(ArgumentError, match=problem):
+        arguments(**keywords)
+
+
+def test_the_workers_of_a_model_are_divided_over_its_nodes() -> None:
+    given = arguments(tp=2, pp=2, nnodes=2, dist_init_addr="h:29500")
+    assert [given.node_of(worker) for worker in range(4)] == [0, 0, 1, 1]
+    assert (given.node_workers, given.rendezvous) == (2, "h:29501")
+    assert arguments(tp=2, nnodes=2, dist_init_addr="[::1]:29500", nccl_port=7).rendezvous == "[::1]:7"
+    assert arguments(tp=2, dist_init_addr="h:29500").rendezvous == "h:29500"
+    assert arguments(tp=2, nccl_port=7).rendezvous == "127.0.0.1:7"
+    assert arguments(tp=2).rendezvous is None
+    shared = arguments(tp=4, dp=2, enable_dp_attention=True, nnodes=2, dist_init_addr="h:29500")
+    assert [shared.node_of(worker) for worker in range(4)] == [0, 0, 1, 1]
+    replicas = arguments(dp=2, nnodes=2, dist_init_addr="h:29500", dist_timeout=5)
+    assert [replicas.node_of(worker) for worker in range(2)] == [0, 1]
+
+
 @pytest.mark.parametrize("address", ["29500", "host", "host:0", "host:port", ":1"])
 def test_an_address_has_a_host_and_a_port(address: str) -> None:
     with pytest.raises(ArgumentError, match="must be host:port"):
@@ -210,7 +275,9 @@ def test_the_instruction_set_reaches_a_cpu_worker(monkeypatch: pytest.MonkeyPatc
     assert "ONEDNN_MAX_CPU_ISA" not in unlimited
 
 
-def test_more_than_the_processor_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_processor_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(cpu_isa, "processor_isa", lambda: CpuIsa.AVX2)
     with pytest.raises(ArgumentError, match="cpu_isa: this processor has no amx; use avx2 or less"):
         place(arguments(cpu_isa="amx"), {})
@@ -218,6 +285,7 @@ def test_more_than_the_processor_has_is_refused(monkeypatch: pytest.MonkeyPatch)
         place(arguments(), {"TROUPE_CPU_ISA": "sse9"})
     elsewhere = arguments(cpu_isa="torch")
     assert heeded(elsewhere, place(elsewhere, {"TROUPE_NPU_SIMULATOR": "A2"})).cpu_isa is None
+    assert "--device auto found: --cpu-isa. Leave" in caplog.text
     for device in ("npu", "cuda"):
         with pytest.raises(ArgumentError, match=f"cpu_isa contradicts device {device}"):
             arguments(device=device, cpu_isa="torch")

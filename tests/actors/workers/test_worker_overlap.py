@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from actors.protocol import CompileGrammar, Step, WorkerConfig
+from actors.protocol import CompileGrammar, LoadAdapter, NumberedAdapter, Step, UnloadAdapter, WorkerConfig
 from actors.runtime import EarlyReply, Later
 from actors.workers.worker import StaleStep, Worker
 from kernels.contract.config import RunnerConfig
+from kernels.contract.errors import ConfigError
 from kernels.contract.grammar import Grammar
 from kernels.contract.runner import RunningStep
 from kernels.contract.step import StepBatch, StepResult, StepTiming
@@ -59,6 +63,7 @@ def worker_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
     worker = Worker(WorkerConfig(RunnerConfig("")))
     worker._epoch = 1
     worker._runner = device
+    worker._load_ended.set()
     worker._result_thread = ThreadPoolExecutor(1)
     return worker
 
@@ -173,3 +178,119 @@ async def test_a_grammar_is_compiled_while_a_step_runs(monkeypatch: pytest.Monke
     assert isinstance(found, asyncio.Future)
     threading.Thread(target=compiled.set_exception, args=(ValueError("no"),)).start()
     assert await found == "no"
+
+
+async def test_an_adapter_is_read_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, names = threading.Event(), []
+
+    def load_adapter(index: int, path: str) -> None:
+        assert may_end.wait(60)
+        names.append(threading.current_thread().name)
+
+    worker = worker_on(SimpleNamespace(load_adapter=load_adapter), monkeypatch)
+    worker._adapter_thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
+    assert not hasattr(Worker.load_adapter, "__in_thread__")  # steps have that thread
+    answer = worker.load_adapter(LoadAdapter(NumberedAdapter(1, "one", "path")))
+    assert isinstance(answer, asyncio.Future)
+    assert not answer.done()
+    may_end.set()
+    assert await answer == ""
+    assert names == ["reader_0"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+async def test_steps_have_priority_over_reading_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities = []
+
+    def load_adapter(index: int, path: str) -> None:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    worker = worker_on(SimpleNamespace(load_adapter=load_adapter), monkeypatch)
+    await worker.started()
+    answer = worker.load_adapter(LoadAdapter(NumberedAdapter(1, "one", "path")))
+    assert isinstance(answer, asyncio.Future)
+    assert await answer == ""
+    assert priorities == [19]
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+    assert worker._adapter_thread is not None
+    worker._adapter_thread.shutdown()
+
+
+@pytest.mark.parametrize("error", [ConfigError("its rank is 9"), KeyError("lora_alpha"), MemoryError()], ids=repr)
+async def test_an_adapter_that_cannot_be_loaded_ends_no_worker(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load_adapter(index: int, path: str) -> None:
+        if index == 1:
+            raise error
+
+    worker = worker_on(SimpleNamespace(load_adapter=load_adapter), monkeypatch)
+    first, second = (NumberedAdapter(index, f"adapter {index}", "path") for index in (1, 2))
+    worker._adapter_thread = ThreadPoolExecutor(1)
+    answers = [worker.load_adapter(LoadAdapter(each)) for each in (first, second)]
+    found = [await answer for answer in answers if isinstance(answer, asyncio.Future)]
+    assert str(error) in found[0]
+    assert found[1:] == [""]
+    worker._adapters.clear()
+    worker._load_adapters((first, second), strict=False)
+    assert worker._adapters == {2}
+
+
+async def test_an_adapter_asked_for_while_the_model_loads_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    worker = worker_on(SimpleNamespace(load_adapter=lambda index, path: read.append(index)), monkeypatch)
+    worker._epoch = None  # the Load that is under way names no adapter
+    worker._load_ended.clear()
+    worker._adapter_thread = ThreadPoolExecutor(1)
+    answer = worker.load_adapter(LoadAdapter(NumberedAdapter(1, "one", "path")))
+    assert isinstance(answer, asyncio.Future)
+    await asyncio.sleep(0)
+    assert not answer.done()
+    worker._epoch = 2
+    worker._load_ended.set()
+    assert await answer == ""
+    assert read == [1]
+
+
+async def test_an_adapter_unloaded_while_it_is_read_leaves_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end, held = threading.Event(), set()
+
+    def load_adapter(index: int, path: str) -> None:
+        assert may_end.wait(60)
+        held.add(index)
+
+    def unload_adapter(index: int) -> None:
+        if index not in held:
+            raise ConfigError("is not loaded")
+        held.remove(index)
+
+    worker = worker_on(SimpleNamespace(load_adapter=load_adapter, unload_adapter=unload_adapter), monkeypatch)
+    worker._adapter_thread = ThreadPoolExecutor(1)
+    answer = worker.load_adapter(LoadAdapter(NumberedAdapter(1, "one", "path")))
+    worker.unload_adapter(UnloadAdapter(1), 0.0)  # its sender has given up
+    may_end.set()
+    assert isinstance(answer, asyncio.Future)
+    await answer
+    worker._unload_adapters()  # as after a step
+    assert not held
+
+
+def test_a_node_downloads_an_adapter_that_only_node_0_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    read: list[str] = []
+
+    def download(name: str, *, revision: str | None, cache_dir: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, cache_dir, allow_patterns))
+        return "here"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    worker = worker_on(SimpleNamespace(load_adapter=lambda index, path: read.append(path)), monkeypatch)
+    worker._config = msgspec.structs.replace(worker._config, download_dir="cache")
+    for path, source in (("/of/node/0", "owner/name@c0ffee"), (str(tmp_path), "owner/name"), ("local", "")):
+        assert worker._load_adapters((NumberedAdapter(1, "one", path, source),), strict=True) == {}
+    assert read == ["here", str(tmp_path), "local"]
+    assert asked == [("owner/name", "c0ffee", "cache", ["adapter_config.json", "adapter_model.safetensors"])]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from actors.protocol.requests import InvalidRequest
+from app.understudy import MODEL_DIR
+from app.understudy.adapters import ADAPTERS
 from kernels.contract.adapters import AdapterSettings
 from tests.kits.adapters import save_adapter
 
@@ -46,7 +49,31 @@ async def test_every_api_chooses_an_adapter_by_its_model(application, engine, ad
         assert engine.requests[-1]["adapter"] == name
     status, answer = await post(application, path, model="fake:parrot", **body)
     assert status == 404
-    assert "'fake:parrot' does not exist here; this server has 'fake' or 'pirate'" in str(answer)
+    assert "'fake:parrot' does not exist here; this server has 'fake', 'pirate'" in str(answer)
+
+
+async def test_an_adapter_of_the_hub_is_loaded_by_its_name(engine, adapters, monkeypatch):
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options["revision"]))
+        return str(adapters / "poet")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    await engine.load_adapter("poet", "owner/poet@v1")
+    assert asked == [("owner/poet", "v1")]
+    assert engine.adapters.find("poet").path == str(adapters / "poet")
+    pirate, poet = engine.adapters.numbered()
+    assert (pirate.source, poet.source) == ("", "owner/poet@v1")
+
+
+async def test_an_adapter_that_the_hub_cannot_give_is_answered_in_a_sentence(engine, monkeypatch):
+    def download(name, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(InvalidRequest, match=r"^lora_path: owner/poet is not a local directory.*[^.]\.$"):
+        await engine.load_adapter("poet", "owner/poet")
 
 
 async def test_each_prompt_of_a_native_batch_has_its_own_adapter(application, engine, adapters):
@@ -89,3 +116,19 @@ async def test_adapters_are_loaded_and_unloaded(application, engine, adapters, p
 async def test_a_server_without_adapters_says_so(application):
     status, answer = await post(application, "/load_lora_adapter", lora_name="a", lora_path="/a")
     assert (status, answer["error"]["code"]) == (409, "adapters_disabled")
+
+
+async def test_the_box_has_adapters_to_load_by_name(application, engine, adapters, monkeypatch):
+    loaded = []
+
+    async def load(name, path, *, pinned):
+        loaded.append((name, path))
+
+    monkeypatch.setattr(engine, "load_adapter", load)
+    service = application.service
+    for model in (service.arguments.model_path, str(MODEL_DIR)):
+        service.arguments = msgspec.structs.replace(service.arguments, model_path=model)
+        status, _ = await post(application, "/load_lora_adapter", lora_name="poet", lora_path="poet")
+        assert status == 200
+    assert loaded == [("poet", "poet"), ("poet", str(ADAPTERS / "poet"))]
+    assert (await post(application, "/load_lora_adapter", lora_name="a", lora_path="a" * 300))[0] == 200

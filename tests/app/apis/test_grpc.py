@@ -24,9 +24,11 @@ from actors.protocol.requests import EngineFailed, QueueFull, RequestTimeout
 from app.apis.grpc.messages import METHODS, SERVICE, message
 from app.apis.grpc.transport import Call as ServerCall
 from app.application import Troupe, create_app
+from kernels.contract.adapters import AdapterSettings
 from kernels.contract.pooling import PoolingConfig
 from kernels.contract.tasks import Classify
 from telemetry.traces.tracing import Tracing
+from tests.kits.adapters import save_adapter
 from tests.kits.engines import rest, small_engine
 from tests.kits.fake_engine import ANSWER
 from tests.kits.tiny_encoder import make_tiny_encoder
@@ -146,7 +148,6 @@ async def test_the_sampling_of_a_request_is_the_engines(served: Any) -> None:
         ({"tokenized": {"input_ids": [2_000_000]}}, "tokenized"),
         ({"mm_inputs": {"image_urls": ["x"]}}, "mm_inputs: is not read"),
         ({"input_embeds": [1.0]}, "input_embeds: is not read"),
-        ({"lora_id": "x"}, "lora_id: is not supported"),
         ({"custom_logit_processor": "x"}, "custom_logit_processor: is code"),
         ({"return_hidden_states": True}, "return_hidden_states: has no place in a response"),
         ({"data_parallel_rank": 3}, "data_parallel_rank: is not supported"),
@@ -163,6 +164,20 @@ async def test_a_wrong_field_is_named(served: Any, fields: Any, named: str) -> N
     async with connecting as client:
         error = await error_of(client.generate(**fields))
         assert (error.code(), named in (error.details() or "")) == (Call.INVALID_ARGUMENT, True), error.details()
+
+
+async def test_an_adapter_is_chosen_by_its_name(served: Any, tmp_path: Path) -> None:
+    connecting, engine = served()
+    engine.adapters.enabled = True
+    engine.adapters.begin((), AdapterSettings(), {})
+    file = save_adapter(tmp_path / "pirate", {"model.layers.0.self_attn.q_proj": (8, 8)}, 1)
+    await engine.load_adapter("pirate", str(file))
+    async with connecting as client:
+        await everything(client.generate(lora_id="pirate"))
+        await everything(client.generate())
+        error = await error_of(client.generate(lora_id="parrot"))
+        assert error.code() is Call.NOT_FOUND
+    assert [request["adapter"] for request in engine.requests] == ["pirate", None]
 
 
 async def test_a_field_of_another_version_is_not_dropped_in_silence(served: Any) -> None:

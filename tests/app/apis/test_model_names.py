@@ -31,7 +31,7 @@ async def test_every_served_name_is_listed_and_answers_carry_it(make_application
             streamed = await (await client.post(path, json={**body, "model": name, "stream": True})).get_data()
             assert f'"model":"{name}"'.encode() in streamed
     refused = await client.post("/v1/completions", json={**BODY, "model": "third"})
-    assert (await refused.get_json())["error"]["message"].endswith("this server has 'first' or 'second'.")
+    assert (await refused.get_json())["error"]["message"].endswith("this server has 'first', 'second'.")
     assert (await (await client.post("/v1/completions", json=BODY)).get_json())["model"] == "first"
 
 

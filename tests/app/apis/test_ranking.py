@@ -28,7 +28,10 @@ from tests.kits.tiny_model import make_tiny_model
 from tests.kits.tiny_modernbert import make_tiny_modernbert
 from tests.kits.trained_encoder import SUBJECTS, make_trained_encoder, sentence
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 QUERY = "what is the capital of france"
+HEAD = PoolingConfig("classify", "cls", labels=("LABEL_0",), activation="sigmoid", encoder=True)
 DOCUMENTS = ["the quick brown fox", "the capital of france is paris", "one two three"]
 
 
@@ -124,6 +127,9 @@ async def test_embeddings_rank_by_their_cosine(tmp_path: Path) -> None:
         assert [one["data"] for one in answer["data"]] == [pytest.approx(one, abs=1e-6) for one in vectors]
         _, answer = await post(application, "/pooling", input=DOCUMENTS[0], dimensions=4)
         assert len(answer["data"][0]["data"]) == 4
+        for form in ({"text": DOCUMENTS[0]}, {"input": DOCUMENTS[0]}):
+            status, answer = await post(application, "/classify", **form)
+            assert (status, answer["error"]["code"]) == (400, "model_not_supported")
         status, answer = await post(application, "/pooling", input=DOCUMENTS[0], task="token_embed")
         assert (status, answer["error"]["param"]) == (400, "task")
         assert "'token_embed' is not run" in answer["error"]["message"]
@@ -330,8 +336,7 @@ async def test_a_wrong_field_is_named(
 ) -> None:
     application = make_application()
     engine: Any = application.engine
-    head = PoolingConfig("classify", "cls", labels=("LABEL_0",), activation="sigmoid", encoder=True)
-    engine.model_info = SimpleNamespace(pooling=head, hidden_size=3)
+    engine.model_info = SimpleNamespace(pooling=HEAD, hidden_size=3)
     status, answer = await post(application, path, **body)
     assert (status, answer["error"]["param"]) == (400, param)
 
@@ -361,6 +366,8 @@ def of_cohere(answer: Any) -> bool:
 @pytest.mark.parametrize("path", PATHS)
 async def test_refusals_have_the_form_of_their_api(make_application: Callable[..., Troupe], path: str) -> None:
     application, engine = embedding(make_application, api_key="secret,other")
+    if path == "/classify":
+        engine.model_info = SimpleNamespace(pooling=HEAD, hidden_size=3)
     client, cohere = application.test_client(), path == "/v2/rerank"
     key = {"Authorization": "Bearer secret"}
 

@@ -285,3 +285,7 @@ async def test_a_request_names_its_replica(application, engine, path, name):
     assert (response.status_code, engine.requests[0]["replica"]) == (200, 1)
     response, data = await post(application, path, **body, **{name: -1})
     assert (response.status_code, msgspec.json.decode(data)["error"]["param"]) == (400, name)
+    engine.admission_error = InvalidRequest("data_parallel_rank: 7, but replicas", param="data_parallel_rank")
+    response, data = await post(application, path, **body, **{name: 7})
+    error = msgspec.json.decode(data)["error"]
+    assert (response.status_code, error["param"], error["message"]) == (400, name, f"{name}: 7, but replicas")

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from actors.options import ArgumentError, Arguments
+from actors.options.lora import AdapterPath
 from app.cli.arguments import load_arguments
 from app.understudy import MODEL_DIR
+from app.understudy.adapters import ADAPTERS
 from app.understudy.drafts import TOKEN_MAP, draft_path
 
 
@@ -32,6 +34,32 @@ def test_without_arguments_the_model_in_the_box_is_served() -> None:
         assert arguments.model_path == str(MODEL_DIR)
         assert arguments.model_name == "understudy"
     assert load("--served-model-name small").model_name == "small"
+
+
+def test_the_adapters_of_the_box_have_names() -> None:
+    paths = {each.name: each for each in load("--lora-paths pirate bard=poet").adapter_paths}
+    assert {name: each.path for name, each in paths.items()} == {
+        "pirate": str(ADAPTERS / "pirate"),
+        "bard": str(ADAPTERS / "poet"),
+    }
+    named = '{"lora_name":"pirate","lora_path":"pirate","pinned":true}'
+    assert load(f"--lora-paths {named}").adapter_paths == (AdapterPath("pirate", str(ADAPTERS / "pirate"), True),)
+    assert load(environment="--lora-paths json").adapter_paths[0].path == str(ADAPTERS / "json")
+
+
+def test_a_directory_and_another_model_hide_the_adapters_of_the_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("m --lora-paths pirate").adapter_paths == (AdapterPath("pirate", "pirate"),)
+    (tmp_path / "pirate").mkdir()
+    assert load("--lora-paths pirate").adapter_paths == (AdapterPath("pirate", "pirate"),)
+
+
+def test_an_unknown_adapter_is_answered_with_the_names_of_the_box() -> None:
+    found = problems("--lora-paths pirate parrot")
+    assert found == "--lora-paths: 'parrot' is neither a directory nor an included adapter (json, pirate, poet)"
+    assert load("--lora-paths a/parrot").adapter_paths[0].path == "a/parrot"
 
 
 @pytest.mark.parametrize("line", ["m", "--model m", "--model-path=m", "--model_path m", "-- m", "--port 1 m", "m m2 "])
@@ -81,12 +109,12 @@ def test_a_value_is_missing(line: str) -> None:
 
 
 def test_refused_and_unknown_names() -> None:
-    errors = problems("--nnodes 2 --numa-node 1 2 --enable-lora-bias --tempreature 1 -nnodes 2 --schedule-polisy lpm m")
-    assert "--nnodes: serving on several nodes is not built yet" in errors
+    errors = problems("--headless --numa-node 1 2 --enable-lora-bias --tempreature 1 -headless --schedule-polisy lpm m")
+    assert "--headless: each node is started with the same command" in errors
     assert "--numa-node: binding" in errors
-    assert "--enable-lora-bias: only" in errors
+    assert "--enable-lora-bias: adapters have no biases" in errors
     assert "--tempreature: there is no such argument" in errors
-    assert "-nnodes: serving on several nodes" in errors
+    assert "-headless: each node is started" in errors
     assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in errors
     assert "unexpected" not in errors
     assert "contradicts" not in errors
@@ -170,8 +198,8 @@ def test_a_key_file_that_every_user_may_read_is_warned_of(
     assert (f"every user of this machine may read {file}; chmod 600 it" in caplog.text) == (mode == 0o644)
 
 
-def test_without_a_command_line_hypercorn_decides_where_to_listen() -> None:
-    assert "port: without a command line Hypercorn decides" in problems(None, "--port 9000")
+def test_without_a_command_line_the_asgi_server_decides_where_to_listen() -> None:
+    assert "port: without a command line the ASGI server decides" in problems(None, "--port 9000")
     assert load("", "--port 9000").port == 9000
 
 
@@ -214,7 +242,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     path = config(tmp_path, "max-nun-seqs: 3\nenable-lora-bias: true\nport: 70000\nenable-eplb: false\n")
     errors = problems(f"--config {path}")
     assert f"max-nun-seqs in {path}: there is no such argument; did you mean max-num-seqs?" in errors
-    assert f"enable-lora-bias in {path}: only" in errors
+    assert f"enable-lora-bias in {path}: adapters have no biases" in errors
     assert f"port in {path}: must be an integer from 0 to 65535" in errors
     assert "eplb" not in errors
 
@@ -225,6 +253,13 @@ def test_an_empty_file_is_fine(tmp_path: Path) -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     assert len(problems("--port x --enable-lora-bias", "--prot 1").splitlines()) == 3
+
+
+def test_problems_of_several_options_spell_them_as_options() -> None:
+    assert problems("--nccl-port 7").startswith("--nccl-port needs --tensor-parallel-size or --pipeline-parallel-size:")
+    assert problems("--warmups batch --skip-server-warmup").startswith("--warmups contradicts --skip-server-warmup;")
+    both = problems("--enable-dynamic-batch-tokenizer --disable-tokenizer-batch-encode")
+    assert "contradicts --disable-tokenizer-batch-encode;" in both
 
 
 def test_the_model_in_the_box_has_drafts_in_the_box() -> None:

@@ -102,7 +102,7 @@ def test_wrong_arguments_end_with_status_2(served: list[Arguments], capsys: Capt
     assert main(["serve", "--enable-lora-bias", "--prot", "1"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "troupe: --enable-lora-bias: only the low-rank matrices of linear layers are built" in captured.err
+    assert "troupe: --enable-lora-bias: adapters have no biases" in captured.err
     assert "troupe: --prot: there is no such argument; did you mean --port?" in captured.err
     assert "troupe serve --help" in captured.err
     assert not served

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
-import signal
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.kits.real_server import RealServer, running, serving
-from tests.kits.waiting import PATIENCE
+from actors.options import Arguments
+from actors.text.model_files import ModelDownloadError
+from actors.workers.nodes.handshake import SECRET_VARIABLE
+from app.cli.command import main
+from tests.kits.real_server import serving
+from tests.kits.waiting import PATIENCE, blocking_until
 
 
 @pytest.mark.parametrize(
@@ -38,62 +36,41 @@ def test_what_no_restart_heals_exits_with_two_and_no_traceback(
     assert not any("Traceback" in line or " died: " in line for line in lines)
 
 
-@pytest.mark.long
-async def test_a_worker_that_keeps_dying_ends_the_process_with_an_error(tmp_path: Path, tiny_model: Path) -> None:
-    """The live stream goes on over some deaths, then it ends with an error, and the process says why it has failed."""
-    options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096"]
-    with running(tmp_path / "log", str(tiny_model), *options) as server:
-        killing = asyncio.create_task(kill_workers(server))
-        body = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0}
-        ends: list[list[str]] = []
-
-        async def ask(client: httpx.AsyncClient) -> None:
-            while not killing.done():
-                try:
-                    async with client.stream("POST", "/v1/completions", json=body) as response:
-                        ends.append([line async for line in response.aiter_lines() if line.startswith("data: ")])
-                except httpx.TransportError:
-                    return
-
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
-            await asyncio.gather(*(ask(client) for _ in range(3)))  # so that one is live whenever the engine gives up
-        await killing
-        assert await asyncio.to_thread(server.process.wait, PATIENCE) == 3
-        lines = server.log.read_text()
-    assert "worker-0 failed too often: killed by SIGKILL" in lines
-    answer = [json.loads(end[-2].removeprefix("data: ")) for end in ends if len(end) > 1 and '"error"' in end[-2]]
-    assert answer, "no stream got an event"
-    assert all(end[-1] == "data: [DONE]" for end in ends if end and '"error"' not in end[-1])
+NODES = ("--device", "cpu", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "127.0.0.1:1")
 
 
-async def kill_workers(server: RealServer) -> None:
-    """Each as soon as it runs steps, until the server ends."""
-    killed: set[int] = set()
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
-        while server.process.poll() is None:
-            try:
-                answer = (await client.get("/server_info")).json()
-            except (httpx.TransportError, ValueError):
-                return
-            pid = (answer.get("workers") or [{}])[0].get("pid")
-            if pid and pid not in killed:
-                killed.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.05)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_node_without_the_secret_exits_with_two(tmp_path: Path, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    server = serving(tmp_path / "log", *NODES, "--node-rank", rank)
+    try:
+        assert server.process.wait(PATIENCE) == 2
+    finally:
+        server.stop()
+    assert f"troupe: nnodes: set {SECRET_VARIABLE}" in server.log.read_text()
 
 
-@pytest.mark.long
-def test_sigterm_ends_a_stream_that_stands_still_at_the_deadline(tmp_path: Path, tiny_model: Path) -> None:
-    """Its worker is stopped and does not hear of the end; the client gets an error, and the exit is orderly."""
-    options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096", "--shutdown-timeout", "1"]
-    with running(tmp_path / "log", str(tiny_model), *options) as server:
-        worker = httpx.get(f"{server.url}/server_info", timeout=PATIENCE).json()["workers"][0]["pid"]
-        os.kill(worker, signal.SIGSTOP)
-        body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
-            server.process.send_signal(signal.SIGTERM)
-            lines = [line for line in response.iter_lines() if line.startswith("data: ")]
-        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_draining"
-        assert lines[-1] == "data: [DONE]"
-        assert server.process.wait(PATIENCE) == 0
+@pytest.mark.parametrize(("ends", "status"), [("is stopped", 0), ("gives up", 3)])
+def test_a_node_without_a_node_0_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, status: int
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "a secret that is long enough")
+    patience = "1" if ends == "gives up" else "600"
+    server = serving(tmp_path / "log", *NODES, "--node-rank", "1", "--dist-timeout", patience)
+    try:
+        if ends == "is stopped":
+            blocking_until(lambda: "Retrying" in server.log.read_text(), "it does not look for node 0")
+        else:
+            server.process.wait(PATIENCE)
+    finally:
+        assert server.stop() == status
+    assert ("gave up after 1 s" in server.log.read_text()) is (ends == "gives up")
+
+
+def test_a_node_whose_hub_does_not_answer_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def open_model(arguments: Arguments) -> None:
+        raise ModelDownloadError("no network")
+
+    monkeypatch.setenv(SECRET_VARIABLE, "a secret that is long enough")
+    monkeypatch.setattr("actors.engine.nodes.open_model", open_model)
+    assert main(["serve", *NODES, "--node-rank", "1"]) == 3

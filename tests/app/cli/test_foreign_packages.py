@@ -135,6 +135,7 @@ def broken_npu(tmp_path: Path) -> Path:
         pytest.param(("-m", "tests.bench", "quantization", "--help"), id="bench"),
         pytest.param(("-m", "tests.understudy.train", "--help"), id="train"),
         pytest.param(("-m", "tests.understudy.drafts.train", "--help"), id="drafts"),
+        pytest.param(("-m", "tests.understudy.adapters.train", "--help"), id="adapters"),
         pytest.param(
             (
                 "-c",

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kits.browser import answered, browser, needs_browser, open_page, wait_frames
+from tests.kits.browser import answered, browser, has_no_horizontal_scroll, needs_browser, open_page, wait_frames
 from tests.kits.real_server import RealServer, running
 from tests.kits.waiting import PATIENCE
 
@@ -67,13 +67,6 @@ def make_long(page: Any, tokens: int) -> None:
     )
 
 
-def has_no_horizontal_scroll(page: Any) -> bool:
-    return page.evaluate(
-        "() => [...document.querySelectorAll('html, body, main, .stage, .chat, .transcript')]"
-        ".every((part) => part.scrollWidth <= part.clientWidth)"
-    )
-
-
 def test_chat_streams_an_answer_and_shows_its_hops(server, open_page):
     page = open_page(server.url)
     page.wait_for_function("() => document.getElementById('model-name').textContent === 'understudy'")
@@ -108,6 +101,14 @@ def test_chat_streams_an_answer_and_shows_its_hops(server, open_page):
     assert page.locator(".turn").count() == 2, "the conversation is kept for the tab"
     page.click("#new-chat")
     assert page.locator(".turn").count() == 0
+
+
+def test_without_adapters_nothing_is_offered_or_shown(server, open_page):
+    page = open_page(server.url)
+    page.wait_for_selector("text=A sum")
+    wait_frames(page)
+    assert not page.is_visible("#model-choice")
+    assert not page.is_visible("#adapters")
 
 
 def test_a_trace_id_can_be_copied(server, open_page):

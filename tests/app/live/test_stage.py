@@ -11,11 +11,14 @@ import httpx
 import msgspec
 import pytest
 
+from actors.options import Arguments
+from actors.requests.adapters import Adapters
 from actors.runtime import ActorStatus
 from app.live.feed import frames
-from app.live.feed.frames import MAX_VIEWERS
+from app.live.feed.frames import MAX_ADAPTERS, MAX_VIEWERS
 from app.live.feed.graph import edges
 from app.live.feed.requests import RequestViews
+from kernels.contract.adapters import AdapterInfo
 from telemetry.metrics.actor_messages import ActorMessages
 from telemetry.timeline import Outcome, Timelines
 from tests.kits.waiting import PATIENCE
@@ -81,6 +84,43 @@ async def test_a_frame_reports_actors_and_what_goes_between_them(application, en
     ways = {(edge["source"], edge["target"]): edge["count"] for edge in answer["edges"]}
     assert ways["tokenizer", "scheduler"] == 5
     assert ways["worker", "scheduler"] == 7
+
+
+@pytest.fixture
+def adapters(engine):
+    infos = [AdapterInfo(name, 8, ("q_proj",)) for name in ("pirate", "poet")]
+    engine.adapters = Adapters(Arguments.from_keywords(lora_paths=["pirate=a", "poet=b"]), list)
+    engine.adapters.begin(infos, None, {})
+    return engine.adapters
+
+
+async def test_a_frame_reports_adapters_with_their_requests_and_places(application, engine, adapters):
+    poet = adapters.find("poet")
+    engine.board.resident_adapters = (poet.index,)
+    for _ in range(3):
+        adapters.use(poet)
+    adapters.leave(poet)
+    timeline = request_of(engine, request={"troupe.adapter": "poet"})
+    timeline.begin("queue", time.monotonic(), 0)
+    answer = await frame(application)
+    assert answer["adapters"] == [
+        {"name": "poet", "requests": 3, "live": 1, "resident": 1},
+        {"name": "pirate", "requests": 0, "live": 0, "resident": 0},
+    ]
+    assert answer["adapters_loaded"] == 2
+    assert answer["requests"][0]["adapter"] == "poet"
+    full = await application.test_client().get(f"/stage/requests/{answer['requests'][0]['handle']}")
+    assert (await full.get_json())["request"]["troupe.adapter"] == "poet"
+
+
+async def test_a_frame_has_few_of_many_adapters(application, engine):
+    names = [f"a{number}" for number in range(MAX_ADAPTERS + 5)]
+    engine.adapters = Adapters(Arguments.from_keywords(lora_paths=[f"{name}=x" for name in names]), list)
+    engine.adapters.begin([AdapterInfo(name, 8, ("q_proj",)) for name in names], None, {})
+    engine.adapters.use(engine.adapters.find(names[-1]))
+    answer = await frame(application)
+    assert (len(answer["adapters"]), answer["adapters_loaded"]) == (MAX_ADAPTERS, MAX_ADAPTERS + 5)
+    assert answer["adapters"][0]["name"] == names[-1]
 
 
 def test_what_a_renderer_made_reaches_the_tokenizer_from_there():

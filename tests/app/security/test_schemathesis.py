@@ -12,7 +12,7 @@ from schemathesis.generation import GenerationMode
 
 from tests.kits.target import ADMIN, Target
 
-EXAMPLES = {GenerationMode.POSITIVE: 12, GenerationMode.NEGATIVE: 12}
+EXAMPLES = {GenerationMode.POSITIVE: 6, GenerationMode.NEGATIVE: 6}
 LEFT_OUT = {"/drain", "/stage"}  # one would end the server for the tests that follow, the other never ends
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.contract.errors import ConfigError
-from kernels.contract.expert_placement import keep_places, place_experts, rank_loads, trivial_placement, utilization
+from kernels.contract.expert_placement import (
+    dispatch_table,
+    expert_moves,
+    keep_places,
+    place_experts,
+    rank_loads,
+    read_location,
+    trivial_placement,
+    utilization,
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -104,3 +117,79 @@ def test_kept_places_move_only_what_comes_to_a_rank(case: tuple[Floats, int, int
 def test_numbers_that_do_not_fit_are_refused(places: int, ranks: int, nodes: int, groups: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place_experts(np.ones((1, 8)), places, ranks, nodes=nodes, groups=groups)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_moves_make_the_new_placement_of_the_old_one(case: tuple[Floats, int, int, int, int]) -> None:
+    counts, places, ranks, _, _ = case
+    old = trivial_placement(1, counts.shape[1], places)[0]
+    new = keep_places(old[None], place_experts(counts[:1], places, ranks), ranks)[0]
+    result, size, told = old.copy(), places // ranks, set()
+    for move in expert_moves(old, new, ranks):
+        (rank,) = {target // size for target in move.targets}
+        here = old[rank * size : (rank + 1) * size]
+        assert old[move.source] not in here or move.source // size == rank
+        assert (rank, old[move.source]) not in told
+        told.add((rank, old[move.source]))
+        result[list(move.targets)] = old[move.source]
+    assert (result == new).all()
+
+
+def test_ranks_without_a_copy_take_turns_at_the_others() -> None:
+    places = np.array([0, 1, 2, 3, 4, 0, 5, 6])
+    table = dispatch_table(places, 7, 4, "static")
+    assert table[:, 0].tolist() == [0, 0, 5, 5]  # ranks 0 and 2 have one
+    assert table[:, 1].tolist() == [1, 1, 1, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.sampled_from(["static", "dynamic"]))
+def test_tokens_are_dispatched_to_copies_of_their_experts(
+    case: tuple[Floats, int, int, int, int], algorithm: Literal["static", "dynamic"]
+) -> None:
+    counts, places, ranks, _, _ = case
+    (row,) = place_experts(counts[:1], places, ranks)
+    table = dispatch_table(row, counts.shape[1], ranks, algorithm)
+    assert (row[table] == np.arange(counts.shape[1])).all()
+    assert (dispatch_table(row, counts.shape[1], ranks, algorithm) == table).all()
+    if algorithm == "dynamic":
+        for expert in range(counts.shape[1]):
+            taken = np.bincount(table[:, expert], minlength=places)[row == expert]
+            assert taken.max() - taken.min() <= 1
+
+
+def test_a_location_says_the_experts_of_places_or_their_counts(tmp_path: Path) -> None:
+    said = {"physical_to_logical_map": [[0] * 6, [3, 2, 1, 0, 1, 2]]}
+    placement = read_location(json.dumps(said), (2, 4), [1], 6, 2)
+    assert placement.tolist() == [[3, 2, 1, 0, 1, 2]]
+    counts = [[0, 0, 0, 0], [1, 100, 1, 1]]
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps({"logical_count": counts, "mode": "stat"}))
+    placement = read_location(str(path), (2, 4), [1], 6, 2)
+    assert (placement == place_experts(np.array(counts)[1:], 6, 2)).all()
+    steps = json.dumps({"logical_count": [counts, counts]})
+    assert (read_location(steps, (2, 4), [1], 6, 2) == placement).all()
+    assert (read_location("trivial", (2, 4), [1], 6, 2) == trivial_placement(1, 4, 6)).all()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("{}", "give trivial, or JSON with physical_to_logical_map or logical_count"),
+        ("{", "truncated"),
+        ("no-such-file.json", "no-such-file.json cannot be read: No such file"),
+        (json.dumps({"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]]}), "2 lists of 6 numbers"),
+        (json.dumps({"physical_to_logical_map": [[0, 1, 2, 3, 0]] * 2}), "2 lists of 6 numbers"),
+        (json.dumps({"physical_to_logical_map": [[0, 1, 2, 2, 0, 1]] * 2}), "must contain all experts 0 to 3"),
+        (json.dumps({"physical_to_logical_map": [[0, 1, 2, 3, 4, 1]] * 2}), "must contain all experts 0 to 3"),
+        (json.dumps({"logical_count": [[1, 1, 1, 1]]}), "2 lists of 4 counts"),
+        (json.dumps({"logical_count": [[1, 1, 1, -1]] * 2}), "2 lists of 4 counts"),
+        (json.dumps({"logical_count": [["a"], {}]}), "2 lists of 4 counts"),
+        ('{"logical_count": ' + "[" * 9999 + "]" * 9999 + "}", "--init-expert-location: maximum recursion depth"),
+        ('{"logical_count": "\udc80"}', "--init-expert-location: .*surrogates not allowed"),
+    ],
+)
+def test_a_location_that_does_not_fit_is_refused(said: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_location(said, (2, 4), [1], 6, 2)

@@ -179,7 +179,7 @@ def model_of(name, reference, drive, tmp_path_factory, **more):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, tmp_path_factory, data):
     """In steps of any rows, chunks of any sizes, behind shared pages, and after its sequence was begun again."""

@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[2] / "kits" / "native_check.cpp"
 AARCH64 = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 LIBRARIES = "/usr/aarch64-linux-gnu"
 PLAIN, WHOLE = frozenset({"asimd"}), frozenset({"asimd", "bf16", "i8mm"})
+pytestmark = [pytest.mark.long, pytest.mark.lane]
 needs_aarch64 = pytest.mark.skipif(
     not all(map(shutil.which, AARCH64)), reason=f"{' and '.join(AARCH64)} are needed for checks of aarch64"
 )
@@ -42,7 +43,6 @@ def test_operators_of_this_processor_compute_what_they_say(tmp_path):
     check([str(compiled("g++", flags, tmp_path))])
 
 
-@pytest.mark.long
 @needs_aarch64
 @pytest.mark.parametrize("features", [PLAIN, WHOLE], ids=["plain", "bf16-i8mm"])
 def test_operators_of_aarch64_compute_what_they_say(features, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tests.kits.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs come before torch
+from tests.kits.simulated_npu import REASON, SPEC  # where torch_npu is installed, NPUs come before torch
 
 # isort: split
 import atexit
@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,14 +21,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from kernels.contract.adapters import AdapterSettings
 from kernels.contract.config import RunnerConfig
 from kernels.contract.environment import NPU_TRITON
+from kernels.contract.expert_settings import ExchangeSettings, ExpertSettings
+from kernels.contract.runner import RunningStep
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.contract.step import SlotSampling
+from kernels.contract.step import SlotSampling, StepBatch, StepResult
 from kernels.devices.cpu.device import CpuDevice
-from kernels.distributed.group import join_group
+from kernels.distributed.group import GroupError, join_group
+from kernels.execution.executors import two_batches
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import Driver, ints
 
@@ -36,24 +42,30 @@ PATIENCE = 500
 """Seconds until ranks that have not ended are a failure."""
 
 
+DEVICES = 4
+"""Simulated NPUs of a machine, one for each rank."""
 ANSWER = "answer: "
 
 
 class Ranks:
-    """Ranks that wait for jobs: processes that stay, since each imports torch."""
+    """Ranks that wait for jobs: processes that stay, since each imports torch. Jobs of fewer ranks take the first."""
 
-    def __init__(self, size: int, environment: dict[str, str]) -> None:
-        self.size, self.environment = size, environment
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
         self.folder = TemporaryDirectory()
-        self.logs = [Path(self.folder.name) / f"rank-{rank}" for rank in range(size)]
-        self.ranks = [self._start(rank) for rank in range(size)]
+        self.ranks: list[subprocess.Popen[str]] = []
         self.groups = 0
+
+    def _log(self, rank: int) -> Path:
+        return Path(self.folder.name) / f"rank-{rank}"
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}
-        with self.logs[rank].open("w") as log:
+        if not REASON:
+            own["TROUPE_NPU_SIMULATOR"] = SPEC if ":" in SPEC else f"{SPEC}:{DEVICES}"
+        with self._log(rank).open("w") as log:
             return subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.kernels.distributed.ranks", str(rank), str(self.size)],
+                [sys.executable, "-W", "ignore", "-m", "tests.kernels.distributed.ranks", str(rank)],
                 cwd=Path(__file__).parents[3],
                 env=self.environment | own,
                 stdin=subprocess.PIPE,
@@ -62,7 +74,8 @@ class Ranks:
                 text=True,
             )
 
-    def run(self, jobs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    def run(self, jobs: list[dict[str, Any]], size: int) -> list[list[dict[str, Any]]]:
+        self.ranks += [self._start(rank) for rank in range(len(self.ranks), size)]
         given = []
         for job in jobs:
             self.groups += 1
@@ -70,22 +83,22 @@ class Ranks:
         late = threading.Timer(PATIENCE, self.kill)
         late.start()
         try:
-            for process in self.ranks:
+            for process in self.ranks[:size]:
                 assert process.stdin is not None
-                process.stdin.write(json.dumps(given) + "\n")
+                process.stdin.write(json.dumps([size, given]) + "\n")
                 process.stdin.flush()
-            return [self._answer(rank) for rank in range(self.size)]
+            return [self._answer(rank, size) for rank in range(size)]
         finally:
             late.cancel()
 
-    def _answer(self, rank: int) -> list[dict[str, Any]]:
+    def _answer(self, rank: int, size: int) -> list[dict[str, Any]]:
         lines = self.ranks[rank].stdout
         assert lines is not None
         for line in lines:
             if line.startswith(ANSWER):
                 return list(json.loads(line.removeprefix(ANSWER)))
         self.kill()
-        raise AssertionError("\n".join(log.read_text()[-4000:] for log in self.logs))
+        raise AssertionError("\n".join(self._log(rank).read_text()[-4000:] for rank in range(size)))
 
     def kill(self) -> None:
         for process in self.ranks:
@@ -109,17 +122,20 @@ def _close() -> None:
 
 def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
     """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling``,
-    ``options`` of RunnerConfig, its ``speculation``, ``stages`` of a pipeline, ``adapters`` of the first prompts, and
-    what differs by rank; the prompts decode together until each has ``length`` tokens. The ranks stay for the next jobs
-    of the same environment.
+    ``options`` of RunnerConfig, its ``speculation``, ``stages`` of a pipeline, ``adapters`` of the first prompts,
+    ``chunk``, tokens of a prompt in a step, in which others decode, ``cached``, whether prompts take pages of the first
+    that begin as they do, ``overlapped``, tokens of chunks that run before others are answered, ``poisoned``, a rank
+    whose cache of the first prompt becomes NaN, and what differs by rank; the prompts decode together until each has
+    ``length`` tokens, or ``new`` ones. ``unread``: steps of tensor parallelism that run before others are answered. The
+    ranks stay for the next jobs of the same environment.
     """
     global _ranks
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    if _ranks is None or (_ranks.size, _ranks.environment) != (size, environment):
+    if _ranks is None or _ranks.environment != environment:
         _close()
-        _ranks = Ranks(size, environment)
+        _ranks = Ranks(environment)
     try:
-        return _ranks.run(jobs)
+        return _ranks.run(jobs, size)
     except BaseException:
         _close()
         _ranks = None
@@ -157,9 +173,13 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     speculation = job.get("speculation")
     if speculation:
         options["speculation"] = msgspec.convert(speculation, SpeculativeSettings)
+    if "experts" in options:
+        options["experts"] = msgspec.convert(options["experts"], ExpertSettings)
+    if "exchange" in options:
+        options["exchange"] = msgspec.convert(options["exchange"], ExchangeSettings)
     adapters = job.get("adapters", [])
     if adapters:
-        options["adapters"] = AdapterSettings(max_rank=4, max_batch=len(adapters))
+        options["adapters"] = AdapterSettings(4, len(adapters), tuple(job.get("targets", ["all"])))
     if share:
         options["max_total_tokens"] = share[rank]
     config = RunnerConfig(
@@ -176,35 +196,61 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         if "own_of_rank" in job:  # which ranks may use our own kernels of an NPU
             patch.setenv(NPU_TRITON, job["own_of_rank"][rank])
         runner = ModelRunner(config)
-    if "streams_of_rank" in job:  # what is left for graphs on each rank's NPU
+    if options.get("device") == "npu":  # what is left for graphs on each rank's NPU, whatever the job before left
         from kernels.devices.npu_simulator.activate import active
 
         simulator = active()
         assert simulator is not None
         gc.collect()  # else graphs of the job before may give theirs back later
-        simulator.faults.scarce_streams(0, job["streams_of_rank"][rank])
+        simulator.faults.scarce_streams(0, job.get("streams_of_rank", [1000] * size)[rank])
     info = runner.load()
     for index, path in enumerate(adapters, start=1):
         runner.load_adapter(index, path)
     driver = Driver(runner, info)
     sampling = SlotSampling(**job.get("sampling", {"temperature": 0.0}))
+    if "overlapped" in job:
+        return run_overlapped(runner, driver, job, rank, rank // part == stages - 1)
+    if "unread" in job:
+        return run_unread(runner, driver, job, rank)
     if "parts" in job:
-        return run_parts(runner, driver, job["parts"], config, job["length"])
-    accepted = []
+        return run_parts(runner, driver, job, config)
+    if "min_divided" in job:
+        return run_divided(runner, driver, job, rank)
+    accepted, failed, wanted = [], dict[int, str](), dict[int, int]()
     for slot, prompt in enumerate(job["prompts"], start=1):
-        driver.admit(slot, prompt, sampling=sampling, adapter=slot if slot <= len(adapters) else 0)
-        assert not driver.step([(slot, len(prompt))]).failed
-    while rows := [(slot, 1) for slot in driver.tokens if len(driver.tokens[slot]) < job["length"]]:
+        cached = cached_tokens(job, job["prompts"], slot, info.page_size)
+        shared = driver.pages[1][: cached // info.page_size] if cached else ()
+        driver.admit(slot, prompt, sampling=sampling, shared=shared, adapter=slot if slot <= len(adapters) else 0)
+        wanted[slot] = wanted_length(job, prompt)
+        size = job.get("chunk", len(prompt))
+        for begin in range(cached, len(prompt), size):
+            others = [
+                (other, 1) for other in driver.tokens if other < slot and len(driver.tokens[other]) < wanted[other]
+            ]
+            chunk = slot, min(size, len(prompt) - begin)
+            assert not driver.step([*(others if "chunk" in job else []), chunk]).failed
+    while rows := [(slot, 1) for slot in driver.tokens if len(driver.tokens[slot]) < wanted[slot]]:
         drafts = dict.fromkeys(driver.tokens, info.speculative_nodes - 1) if speculation else {}
+        if len(accepted) == 3 and job.get("poisoned") == rank:
+            with torch.inference_mode():
+                runner._loaded.caches[0][driver.pages[1][0]] = float("nan")
         result = driver.step(rows, drafts)
-        assert not result.failed
+        for error in result.failed:
+            assert "poisoned" in job, error
+            failed[error.slot] = error.message
+            rows.remove((error.slot, 1))
+            driver.release(error.slot)
         accepted.append(ints(result.accepted))
         assert speculation or sum(accepted[-1]) == len(rows)
+    rebalancer = runner._loaded.rebalancer
     runner.close()
     return {
         "accepted": accepted,
+        "moved": 0 if rebalancer is None else rebalancer.moved,
+        "failed": failed,
         "tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)],
         "weight_bytes": info.weight_bytes,
+        "draft_bytes": info.draft_weight_bytes,
         "parameters": info.parameters,
         "num_pages": info.num_pages,
         "cache_bytes": info.cache_bytes,
@@ -212,41 +258,180 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def run_parts(
-    runner: ModelRunner, driver: Driver, parts: list[list[list[int]]], config: RunnerConfig, length: int
-) -> dict[str, Any]:
-    """Data-parallel attention of ``parts``, the prompts of each: in chunks, one after the other, then all decode."""
-    plans = [plan(prompts, length) for prompts in parts]
-    own = config.tp_rank // config.attention_size
-    for number in range(max(map(len, plans))):
-        steps = [each[number] if number < len(each) else [] for each in plans]
-        driver.pass_tokens = tuple(sum(count for _, count in rows) for rows in steps)
-        for slot, _ in steps[own]:
-            if slot not in driver.tokens:
-                driver.admit(slot, parts[own][slot - 1])
-        assert not driver.step(steps[own]).failed
+def run_divided(runner: ModelRunner, driver: Driver, job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Steps as two batches from ``min_divided`` tokens on: all prompts but the last, then that one beside decodes.
+    ``broken``: the rank whose second batch fails in its third sum."""
+    *first, last = job["prompts"]
+    for slot, prompt in enumerate(job["prompts"], start=1):
+        driver.admit(slot, prompt)
+    lost, sums = "", list[str]()
+    real = dist.all_reduce
+
+    def all_reduce(x: torch.Tensor, **options: Any) -> Any:
+        sums.append(threading.current_thread().name)
+        if job.get("broken") == rank and sums.count("second-batch") == 3:
+            raise OSError("broken")
+        return real(x, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_batches, "_MIN_TOKENS", job["min_divided"])
+        patch.setattr(dist, "all_reduce", all_reduce)
+        try:
+            results = [driver.step([(slot, len(prompt)) for slot, prompt in enumerate(first, start=1)])]
+            results.append(driver.step([(1, 1), (len(first) + 1, len(last))]))
+            while rows := [(slot, 1) for slot, tokens in driver.tokens.items() if len(tokens) < job["length"]]:
+                results.append(driver.step(rows))
+        except (OSError, GroupError) as error:
+            lost, results = f"{type(error).__name__}: {error}", []
     runner.close()
-    return {"tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)], "weight_bytes": driver.info.weight_bytes}
+    return {
+        "lost": lost,
+        "tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)],
+        "divided": [result.timing.divided for result in results],
+        "turns": sums[:4],
+    }
 
 
-def plan(prompts: list[list[int]], length: int, chunk: int = 16) -> list[list[tuple[int, int]]]:
-    """The rows of each step."""
+def run_overlapped(runner: ModelRunner, driver: Driver, job: dict[str, Any], rank: int, last: bool) -> dict[str, Any]:
+    """Two prompts in chunks, of which up to three are under way, then the second decodes. A stage that is not the
+    last waits for no result."""
+    prompts, chunk = job["prompts"], job["overlapped"]
+    run_step = runner.run
+    if not last:
+
+        def start(batch: StepBatch) -> StepResult:
+            runner.start(batch)
+            return StepResult(batch.number, accepted=bytes(len(batch.slots)), tokens=b"")
+
+        run_step = start
+    failed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", run_step)
+        for slot, prompt in enumerate(prompts, start=1):
+            driver.admit(slot, prompt)
+        for number in range(len(prompts[0]) // chunk):
+            if number == 2 and job["poisoned"] == rank:
+                with torch.inference_mode():
+                    runner._loaded.caches[0][driver.pages[1][0]] = float("nan")
+            driver.unanswered = min(number, 2)
+            result = driver.step([(slot, chunk) for slot in (1, 2)])
+            failed += [[number, error.slot, error.message] for error in result.failed]
+        driver.unanswered = 0
+        driver.release(1)
+        while driver.computed[2] < job["length"]:
+            failed += [[-1, error.slot, error.message] for error in driver.step([(2, 1)]).failed]
+    runner.close()
+    return {"failed": failed, "tokens": driver.tokens[2]}
+
+
+def run_unread(runner: ModelRunner, driver: Driver, job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Steps of all prompts, of which ``unread`` are launched before the first result is read; rank 1 reads none by
+    itself. The cache of the first prompt becomes NaN before step 3."""
+    ahead, running = job["unread"], deque[RunningStep]()
+
+    def start(batch: StepBatch) -> StepResult:
+        running.append(runner.start(batch))
+        return StepResult(batch.number, accepted=bytes(len(batch.slots)), tokens=b"")
+
+    for slot, prompt in enumerate(job["prompts"], start=1):
+        driver.admit(slot, prompt)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", start)
+        for number in range(job["length"]):
+            if number == 3:
+                with torch.inference_mode():
+                    runner._loaded.caches[0].values[driver.pages[1][0]] = float("nan")
+            driver.unanswered = min(number, ahead)
+            driver.step([(slot, 1 if number else len(prompt)) for slot, prompt in enumerate(job["prompts"], start=1)])
+            assert not running[-1].done
+            if rank == 0 and len(running) > ahead:
+                results.append(running.popleft().result())
+    results += [each.result() for each in running]
+    runner.close()
+    return {
+        "failed": [[result.number, error.slot, error.message] for result in results for error in result.failed],
+        "tokens": [ints(result.tokens) for result in results],
+    }
+
+
+def wanted_length(job: dict[str, Any], prompt: list[int]) -> int:
+    return len(prompt) + job["new"] if "new" in job else int(job["length"])
+
+
+def cached_tokens(job: dict[str, Any], prompts: list[list[int]], slot: int, page: int) -> int:
+    """The tokens of a slot's prompt that whole pages of the first prompt hold; one is left to run."""
+    if slot == 1 or not job.get("cached"):
+        return 0
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(prompts[0], prompts[slot - 1][:-1], strict=False))
+    return sum(1 for _ in same) // page * page
+
+
+def run_parts(runner: ModelRunner, driver: Driver, job: dict[str, Any], config: RunnerConfig) -> dict[str, Any]:
+    """Data-parallel attention of ``parts``, the prompts of each: in chunks, one after the other, then all decode."""
+    parts, page = job["parts"], driver.info.page_size
+    drafts = driver.info.speculative_nodes - 1 if "speculation" in job else 0
+    plans, accepted = [plan(prompts, job, page) for prompts in parts], list[list[int]]()
+    own, replays = config.tp_rank // config.attention_size, 0
+    for number in range(max(len(chunks) + len(decodes) for chunks, decodes in plans)):
+        steps = [(chunks + decodes)[number : number + 1] for chunks, decodes in plans]
+        limits = [
+            {slot: drafts for rows in each for slot, _ in rows if drafts and number >= len(chunks)}
+            for each, (chunks, _) in zip(steps, plans, strict=True)
+        ]
+        driver.pass_tokens = tuple(
+            sum(count for rows in each for _, count in rows) + sum(most.values())
+            for each, most in zip(steps, limits, strict=True)
+        )
+        rows = [row for rows in steps[own] for row in rows]
+        for slot, _ in rows:
+            if slot not in driver.tokens:
+                begin = cached_tokens(job, parts[own], slot, page)
+                driver.admit(slot, parts[own][slot - 1], shared=driver.pages[1][: begin // page] if begin else ())
+        result = driver.step(rows, limits[own])
+        assert not result.failed
+        replays += result.timing.graph_rows > 0
+        accepted.append(ints(result.accepted))
+    rebalancer, calls = runner._loaded.rebalancer, 0
+    if config.device == "npu":
+        from kernels.devices.npu_simulator.activate import active
+
+        simulator = active()
+        assert simulator is not None
+        calls = sum(count for name, count in simulator.engine.calls.items() if "moe_distribute" in name)
+    runner.close()
+    return {
+        "tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)],
+        "accepted": accepted,
+        "weight_bytes": driver.info.weight_bytes,
+        "graphs": list(driver.info.graph_rows),
+        "replays": replays,
+        "draft_bytes": driver.info.draft_weight_bytes,
+        "moved": 0 if rebalancer is None else rebalancer.moved,
+        "calls": calls,
+    }
+
+
+def plan(prompts: list[list[int]], job: dict[str, Any], page: int) -> tuple[list[list[tuple[int, int]]], ...]:
+    """The rows of each step: of prompts, then of decodes."""
+    size = job.get("chunk", 16)
     chunks = [
-        [(slot, min(chunk, len(prompt) - begin))]
+        [(slot, min(size, len(prompt) - begin))]
         for slot, prompt in enumerate(prompts, start=1)
-        for begin in range(0, len(prompt), chunk)
+        for begin in range(cached_tokens(job, prompts, slot, page), len(prompt), size)
     ]
-    left = {slot: length - len(prompt) - 1 for slot, prompt in enumerate(prompts, start=1)}
+    left = {slot: wanted_length(job, prompt) - len(prompt) - 1 for slot, prompt in enumerate(prompts, start=1)}
     decodes = [
         [(slot, 1) for slot, count in left.items() if step < count] for step in range(max(left.values(), default=0))
     ]
-    return chunks + decodes
+    return chunks, decodes
 
 
 def main() -> None:
-    rank, size = int(sys.argv[1]), int(sys.argv[2])
+    rank = int(sys.argv[1])
     for line in sys.stdin:
-        print(ANSWER + json.dumps([run(job, rank, size) for job in json.loads(line)]), flush=True)
+        size, jobs = json.loads(line)
+        print(ANSWER + json.dumps([run(job, rank, size) for job in jobs]), flush=True)
 
 
 if __name__ == "__main__":

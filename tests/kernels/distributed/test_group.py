@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
@@ -44,6 +45,30 @@ def test_a_group_is_made_when_all_ranks_are_here(monkeypatch, comes):
         with pytest.raises(GroupError, match=r"rank 0 of 2: rank 1 did not come within 0.01 s"):
             join_group(CpuDevice(threads=1), config)
     assert made == ([2] if comes else [])
+
+
+def test_a_rank_waits_as_long_as_it_is_told(monkeypatch):
+    made = []
+    store = dist.HashStore()
+    monkeypatch.setattr(group, "_open_store", lambda *reported: store)
+    monkeypatch.setattr(dist, "init_process_group", lambda *reported, timeout, **options: made.append(timeout.seconds))
+    config = RunnerConfig(model_path="", tp_rank=0, tp_size=2, rendezvous="127.0.0.1:1/0", join_timeout=1.0)
+    with pytest.raises(GroupError, match="did not come within 1 s"):
+        join_group(CpuDevice(threads=1), config)
+    store.set("here/1", "")
+    for op_timeout in (0.0, 2.0):
+        join_group(CpuDevice(threads=1), msgspec.structs.replace(config, join_timeout=3.0, op_timeout=op_timeout))
+    assert made == [3, 2]
+
+
+def test_ranks_of_different_epochs_do_not_meet_at_one_port(monkeypatch):
+    port = dist.HashStore()
+    monkeypatch.setattr(group, "_open_port", lambda *address: port)
+    first, second, same = (group._open_store(f"127.0.0.1:1/{epoch}", 0, 2, 1.0) for epoch in (0, 1, 1))
+    first.set("here/0", "")
+    assert not second.check(["here/0"])
+    same.set("here/0", "")
+    assert second.check(["here/0"])
 
 
 def test_groups_of_some_ranks_have_their_own_collectives():

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.contract.errors import ConfigError
 from tests.kernels.distributed.ranks import run_ranks
-from tests.kits.adapters import adapted_modules, merged, save_adapter
+from tests.kits.adapters import adapted_modules, end_modules, expert_modules, merged, save_adapter
 
 NAMES = ["parallel-llama", "parallel-qwen2", "parallel-qwen3"]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
@@ -46,13 +46,27 @@ def sampled_alone(driver, texts):
     return [driver.tokens[slot] for slot in sorted(driver.tokens)]
 
 
-@pytest.mark.parametrize("name", ["parallel-llama", "parallel-deepseek-v3"])
-def test_two_ranks_divide_adapters_as_their_layers(name, reference, drive, prompts, tmp_path):
-    """One key head is on both ranks, layers are divided by outputs and by inputs."""
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("parallel-llama", 1),
+        ("parallel-deepseek-v3", 1),
+        ("parallel-moe", 1),
+        ("placed-moe", 2),
+        ("parallel-gpt-oss", 1),
+        ("parallel-gemma4-moe", 1),
+    ],
+)
+def test_two_ranks_divide_adapters_as_their_layers(name, parts, reference, drive, prompts, tmp_path):
+    """One key head is on both ranks, layers are divided by outputs and by inputs. The second adapter is of DoRA."""
     path, texts = reference(name).path, prompts(5, 23, 40)
-    modules = adapted_modules(path, (".experts.", "kv_b_proj", "shared_experts.down"))
-    files = [save_adapter(tmp_path / f"{seed}", modules, seed) for seed in (1, 2)]
+    modules = adapted_modules(path, ("kv_b_proj",)) | end_modules(path)
+    if name in ("parallel-gpt-oss", "parallel-gemma4-moe"):
+        modules |= expert_modules(path)
+    files = [save_adapter(tmp_path / "1", modules, 1)]
+    files.append(save_adapter(tmp_path / "2", adapted_modules(path, ("kv_b_proj", ".experts.")), 2, use_dora=True))
     job = {"model": str(path), "prompts": texts, "length": 60, "adapters": [str(file) for file in files]}
+    job |= {"targets": ["all", "dora", "embed_tokens", "lm_head", "experts"], "options": {"ep_size": parts}}
     ((first,), (second,)) = run_ranks([job])
     assert first["tokens"] == second["tokens"]
     for text, file, tokens in zip(texts, (*files, None), first["tokens"], strict=True):

@@ -301,6 +301,11 @@ def test_a_window_changes_the_tokens(tmp_path: Path) -> None:
     [
         ({"speculation": SpeculativeSettings("NGRAM")}, "--speculative-algorithm"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
+        ({"max_states": 9}, "keeps no recurrent states; leave --max-mamba-cache-size out"),
+        (
+            {"state_memory_ratio": 0.5, "snapshot_tokens": 16},
+            "leave --mamba-full-memory-ratio, --mamba-track-interval out",
+        ),
     ],
 )
 def test_options_for_plain_pages_are_refused_for_others(tmp_path: Path, options: dict[str, Any], says: str) -> None:

@@ -14,7 +14,6 @@ from kernels.models import stablelm
 from kernels.models.config import local_config
 from kernels.models.config_loader import parse_config
 from kernels.models.layers.rotary import rotary_order
-from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DENSE
 from tests.kits.parity import scored
 
@@ -23,14 +22,6 @@ CONFIG = COMMON | {"num_hidden_layers": 4}
 
 def read(architecture, **more):
     return parse_config(CONFIG | {"architectures": [f"{architecture}ForCausalLM"]} | more)
-
-
-@pytest.mark.parametrize("name", ["parallel-cohere", "parallel-stablelm", "parallel-starcoder2"])
-def test_two_ranks_compute_what_one_does(name, reference, drive, prompts):
-    """Head norms of each head, biases and rotated halves are divided as the heads are."""
-    model, (text,) = reference(name), prompts(23)
-    first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
-    assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, [[0, 1]]), (2, [[0], [1]]), (4, [[0], [0], [1], [1]])])

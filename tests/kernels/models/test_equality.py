@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
 
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
-from tests.kits.driver import DENSE, HYBRID, LATENT, ROUTED
+from kernels.models.config_loader import read_config
+from tests.kits.driver import ints
+from tests.kits.families import COMPARED, ONE_OF_EACH
 from tests.kits.parity import half_precision, scored
+from tests.kits.planned_runner import PAGE, Line
 from tests.kits.published import PUBLISHED
+from tests.kits.speculation.oracles import Oracle, draft_with
 
-FAMILIES = [
-    "llama2",
-    "llama3.1",
-    "llama-biased",
-    "llama-linear",
-    "llama-yarn",
-    "mistral",
-    "mistral-full",
-    "qwen2",
-    "qwen2-window",
-    "qwen3",
-    "olmo2",
-    "phi3",
-    "phi3-full",
-    "mixtral",
-    "qwen2-moe",
-    "qwen3-moe",
-    "qwen3-moe-some",
-    "qwen3-moe-step",
-    *DENSE,
-    *HYBRID,
-    *LATENT,
-    *PUBLISHED,
-    *ROUTED,
-]
+FAMILIES = COMPARED["cpu"]
 VOCAB = 211
 
 
@@ -69,50 +48,48 @@ def test_logits_match_at_every_position(name, chunks, reference, drive, prompts)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_match_in_mixed_traffic(name, reference, drive, prompts):
-    """Requests come at different times, prefill in chunks beside the decodes of others, share prefixes, are preempted
-    and come back, and take the slots of those that are gone."""
+def test_planned_traffic_gives_the_greedy_tokens(name, reference, prompts):
+    """By planner, prefix cache and runner together: prompts run in chunks beside the decodes of others, start behind
+    cached prefixes, with snapshots of their states, are preempted and come back."""
     model = reference(name)
-    driver = drive(model.path, seed=3)
-    page = driver.info.page_size
-    first, *others = prompts(40, 3, 25, 1, 70, seed=5)
-    texts = [first, *others, first[: 2 * page] + others[1][:9], first]
-    goal = {index: len(text) + 14 for index, text in enumerate(texts)}
-    expected = [model.greedy(text, goal[index]) for index, text in enumerate(texts)]
-    generator = random.Random(11)
-    waiting = {index: [] for index in range(len(texts))}  # output tokens of an earlier life
-    running: dict[int, int] = {}  # slot -> index
-    cached: list[int] = []  # pages that hold the first 2 * page tokens of `first`
-    preempted = finished = 0
-    while waiting or running:
-        for index in list(waiting):
-            slot = next((slot for slot in (1, 2, 3) if slot not in running), None)
-            shares = texts[index][: 2 * page] == first[: 2 * page]
-            if slot is None or (shares and index and not cached):
-                continue
-            driver.admit(slot, texts[index], waiting.pop(index), shared=cached if shares else ())
-            running[slot] = index
-        rows = [(slot, generator.randint(1, min(20, driver.pending(slot)))) for slot in running]
-        assert not driver.step(rows).failed
-        if not cached:
-            slot = next(slot for slot, index in running.items() if index == 0)
-            if driver.computed[slot] >= 2 * page:
-                cached = driver.pages[slot][: 2 * page // page]
-                driver.borrowed[slot] = 2
-        for slot, index in list(running.items()):
-            tokens = driver.tokens[slot]
-            if len(tokens) >= goal[index]:
-                assert tokens[: goal[index]] == expected[index]
-                driver.release(slot)
-                del running[slot]
-                finished += 1
-            elif preempted < 4 and len(tokens) > len(texts[index]) + 3 and generator.random() < 0.3:
-                waiting[index] = tokens[len(texts[index]) :]
-                driver.release(slot)
-                del running[slot]
-                preempted += 1
-    assert finished == len(texts)
-    assert preempted >= 2
+    runner = {"max_total_tokens": 2048, "window_pages": True}
+    if read_config(model.path).recurrence is not None:
+        runner["snapshot_tokens"] = 4 * PAGE
+    line = Line(model.path, runner, max_running=3, priority_scheduling=True)
+    shared, *ends = prompts(40, 3, 25, 1, 9, seed=5)
+    texts = [shared + ends[0], ends[1], ends[2], shared + ends[3], shared + ends[0]]
+    for number, text in enumerate(texts[:3]):
+        line.submit(number, text, 14)
+    mixed = False
+    for _ in range(7):
+        line.step()
+        mixed |= any(len({count > 1 for count in ints(step.counts)}) == 2 for step in line.sent)
+    line.submit(3, texts[3], 14, priority=100)
+    line.submit(4, texts[4], 14)
+    line.play()
+    for number, text in enumerate(texts):
+        assert len(line.outputs[number]) == 14
+        assert model.continues(text, line.outputs[number])
+    assert mixed
+    assert min(line.cached[3], line.cached[4]) >= 32
+    assert line.planner.load(0.0).preemptions > 0
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_draft_tokens_change_no_greedy_token(name, reference, drive, prompts, monkeypatch):
+    model, texts = reference(name), prompts(40, 17)
+    oracle = Oracle(3, 1, lambda position: position % 5 > 0, VOCAB)
+    draft_with(monkeypatch, oracle)
+    driver = drive(model.path, speculation=SpeculativeSettings("STANDALONE", num_draft_tokens=4))
+    oracle.truths = [model.greedy(text, len(text) + 17) for text in texts]
+    for slot, text in enumerate(texts, start=1):
+        driver.admit(slot, text)
+        driver.step([(slot, len(text))])
+    for _ in range(4):
+        driver.step([(slot, 1) for slot in (1, 2)], drafts={1: 3, 2: 3})
+    for slot, truth in enumerate(oracle.truths, start=1):
+        assert driver.tokens[slot] == truth[: len(driver.tokens[slot])]
+    assert sum(oracle.accepted) > 5
 
 
 def test_a_batch_of_many_lengths(reference, drive, prompts):

@@ -111,7 +111,9 @@ def test_what_the_cache_cannot_hold_is_refused(kind: str, reason: str, tiny: Mod
 
 
 def test_auto_names_both_reasons(tiny: Models) -> None:
-    with pytest.raises(ConfigError, match=r"no supported architecture.*nor can transformers.*takes no positions"):
+    with pytest.raises(
+        ConfigError, match=r"no supported architecture.*nor can transformers.*takes no positions.*; supported"
+    ):
         drive_code(tiny("mpt")[1], model_impl="auto")
 
 

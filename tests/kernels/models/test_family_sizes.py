@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
 from kernels.models.config import ModelConfig, QueryGrowth, local_config
 from kernels.models.config_loader import parse_config
-from kernels.models.layers import vocabulary
 from kernels.models.layers.rotary import alibi_slopes
 from kernels.models.registry import BUILT_IN, caches
 from kernels.models.step3p5 import Step3p5Config
@@ -152,15 +150,6 @@ def test_slopes_of_heads_are_those_of_the_paper(heads: int) -> None:
     assert slopes[:power] == pytest.approx([2 ** (-8 * head / power) for head in range(1, power + 1)])
     between = [2 ** (-8 * head / (2 * power)) for head in range(1, 2 * power + 1)][::2]
     assert slopes[power:] == pytest.approx(between[: heads - power])
-
-
-def test_a_normed_output_is_not_quantized() -> None:
-    source = SimpleNamespace(table=lambda name: torch.zeros(4, 2), projection=lambda names: (torch.zeros(4, 2),))
-    ops = SimpleNamespace(linear=SimpleNamespace(make_lookup=lambda table: table))
-    stage = SimpleNamespace(size=1)
-    builder: Any = SimpleNamespace(source=source, ops=ops, fp32_head=False, stage=stage)
-    with pytest.raises(ConfigError, match="is normed when it is loaded; leave it unquantized"):
-        vocabulary.vocabulary(builder, read("Baichuan"))
 
 
 def test_published_names_of_mimo_v2_are_read() -> None:

@@ -22,21 +22,11 @@ from kernels.models.config_loader import parse_config, read_config
 from kernels.models.layers.delta_net import DeltaConfig
 from kernels.models.registry import caches
 from kernels.state.cache_dtype import choose_cache
-from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DELTA, SHARED
 from tests.kits.parity import scored
 from tests.kits.quantized import fp8_blocks, rewrite
 
 CONFIG = COMMON | SHARED | DELTA | {"architectures": ["Qwen3NextForCausalLM"]}
-
-
-@pytest.mark.parametrize(
-    "name", ["parallel-qwen3-next", "parallel-qwen3.5", "parallel-kimi-linear", "parallel-olmo-hybrid"]
-)
-def test_two_ranks_compute_what_one_does(name, reference, prompts):
-    model, (text,) = reference(name), prompts(23)
-    first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
-    assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
 
 
 def test_attention_keeps_tokens_and_delta_nets_keep_states(reference):

@@ -48,13 +48,6 @@ def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts, monkey
         assert driver.generate(slot, len(text) + 4) == model.greedy(text, len(text) + 4)
 
 
-@pytest.mark.parametrize("name", ["parallel-deepseek-v3", "parallel-deepseek-v3.2", "parallel-minicpm3"])
-def test_two_ranks_compute_what_one_does(name, reference, prompts):
-    model, (text,) = reference(name), prompts(23)
-    first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
-    assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
-
-
 def test_caches_hold_one_vector_of_each_token(reference):
     config = read_config(reference("deepseek-v3").path)
     assert caches(config) == (CacheGroup(Latent(24, 8), (0, 1, 2)),)

@@ -16,7 +16,6 @@ from kernels.contract.errors import ConfigError
 from kernels.models.config import local_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
-from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, NEMOTRON
 from tests.kits.parity import scored
 
@@ -30,13 +29,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def parse(architecture: str, **change: Any) -> Any:
     return parse_config(COMMON | CONFIGS[architecture] | {"architectures": [architecture]} | change)
-
-
-@pytest.mark.parametrize("name", ["falcon-h1", "granite-4", "lfm2-moe", "nemotron-3"])
-def test_two_ranks_compute_what_one_does(name, reference, prompts):
-    model, (text,) = reference(f"parallel-{name}"), prompts(23)
-    first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
-    assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
 
 
 @pytest.mark.parametrize("name", ["falcon-h1", "granite-4", "lfm2-moe", "nemotron-3"])

@@ -24,7 +24,7 @@ CONFIG = COMMON | INDEXED | {"architectures": ["GlmMoeDsaForCausalLM"], "num_hid
 @pytest.mark.parametrize("numbers", [1 << 25, 20000], ids=["all-queries", "some-queries"])
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm5"])
 def test_long_prompts_attend_to_what_was_chosen(name, numbers, reference, drive, prompts, monkeypatch):
-    monkeypatch.setattr(sparse_attention, "_NUMBERS", numbers)
+    monkeypatch.setattr(sparse_attention, "_CPU_NUMBERS", numbers)
     model, (prompt,) = reference(name), prompts(240)
     found = scored(drive(model.path), prompt, [5, 135, 1, 99])
     np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)

@@ -35,9 +35,15 @@ def ready(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("samplings", [GREEDY, MIXED], ids=["greedy", "mixed"])
 @pytest.mark.parametrize(
-    ("name", "topk", "nodes"), [("eagle", 3, 10), ("eagle3", 3, 10), ("eagle3", 1, 5), ("mimo", 1, 5)]
+    ("name", "topk", "nodes", "samplings"),
+    [
+        ("eagle", 3, 10, GREEDY),
+        ("eagle3", 3, 10, GREEDY),
+        ("eagle3", 3, 10, MIXED),
+        ("eagle3", 1, 5, MIXED),
+        ("mimo", 1, 5, GREEDY),
+    ],
 )
 def test_the_same_is_drafted(name, topk, nodes, samplings, drive, tmp_path, monkeypatch, ready):
     _, algorithm, target, draft, _, _ = make_layout(name, tmp_path)
@@ -61,10 +67,15 @@ def test_the_same_is_drafted(name, topk, nodes, samplings, drive, tmp_path, monk
 UNLIKE = [GREEDY[0], SlotSampling(temperature=0.0, max_drafts=0), GREEDY[0], MIXED[2], GREEDY[0]]
 
 
-@pytest.mark.parametrize("samplings", [GREEDY, UNLIKE], ids=["greedy", "unlike"])
 @pytest.mark.parametrize(
-    ("name", "topk", "nodes", "most", "forced"),
-    [("eagle3", 3, 10, 3, 0), ("eagle3", 3, 10, 5, 3), ("eagle3", 1, 5, 3, 2), ("mimo", 1, 5, 5, 0)],
+    ("name", "topk", "nodes", "most", "forced", "samplings"),
+    [
+        ("eagle3", 3, 10, 3, 0, GREEDY),
+        ("eagle3", 3, 10, 5, 3, GREEDY),
+        ("eagle3", 3, 10, 5, 3, UNLIKE),
+        ("eagle3", 1, 5, 3, 2, UNLIKE),
+        ("mimo", 1, 5, 5, 0, GREEDY),
+    ],
 )
 def test_drafts_after_a_pass_that_accepts(name, topk, nodes, most, forced, samplings, drive, tmp_path, monkeypatch):
     _, algorithm, target, draft, _, _ = make_layout(name, tmp_path)

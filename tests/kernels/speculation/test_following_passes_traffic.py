@@ -136,7 +136,7 @@ class Traffic:
 def test_each_learns_what_it_learns_alone(faulty, drive, tmp_path, monkeypatch):
     _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
     generator = random.Random(31)
-    requests = make_requests(drive(target, **OPTIONS), generator, 50)
+    requests = make_requests(drive(target, **OPTIONS), generator, 30)
     captures(monkeypatch)
     accepting(monkeypatch)
     draft_tokens, faults = RandomDrafts(generator, requests), Faults(generator)

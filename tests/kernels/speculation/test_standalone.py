@@ -91,6 +91,12 @@ def test_unobserved_tokens_are_caught_up_in_passes_of_at_most_a_step(reference, 
         assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
 
 
+def test_a_draft_that_no_family_runs_is_named(reference, drive, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
+    with pytest.raises(ConfigError, match=f"--speculative-draft-model-path {tmp_path}: no supported architecture"):
+        drive(reference("qwen3").path, speculation=settings(tmp_path))
+
+
 def test_a_draft_of_another_vocabulary_is_refused(reference, drive):
     with pytest.raises(ConfigError, match="212 tokens"):
         drive(reference("qwen3").path, speculation=settings(reference("parallel-qwen3").path))

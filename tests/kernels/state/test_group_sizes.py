@@ -8,7 +8,7 @@ import pytest
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, State, Window
 from kernels.contract.config import RunnerConfig
-from kernels.contract.errors import CacheSizeError
+from kernels.contract.errors import CacheSizeError, ConfigError
 from kernels.devices.memory import MemoryUsage
 from kernels.state.cache_size import cache_pages
 from kernels.state.group_sizes import GroupSizes, snapshot_pages
@@ -102,3 +102,21 @@ def test_caches_of_drafts_count_beside_groups(group: CacheGroup) -> None:
     assert pages(needed(101), max_total_tokens=1600) == 101
     with pytest.raises(CacheSizeError):
         pages(needed(101) - 1, max_total_tokens=1600)
+
+
+def test_states_follow_the_number_or_memory_ratio_option() -> None:
+    found = sizes(FULL, STATE)
+    _, many = found.with_states(77, 0.5).with_pages(100_000)
+    assert many.num_pages - 1 == 77
+    full, share = found.with_states(0, 0.5).with_pages(100_000)
+    assert (share.num_pages - 1) * share.page_bytes == pytest.approx(0.5 * 100_000 * full.page_bytes, rel=1e-3)
+    (_, few), (_, least) = found.with_states(0, 0.5).with_pages(2), found.with_pages(2)
+    assert few.num_pages - 1 == least.sequence_pages(16) + least.step_pages(128)
+    with pytest.raises(ConfigError, match="max_mamba_cache_size is 1, and one sequence needs"):
+        found.with_states(1, 0)
+
+
+def test_state_snapshots_are_a_track_interval_apart() -> None:
+    groups = (FULL, STATE, WINDOW)
+    found = GroupSizes.from_groups(groups, lambda spec: spec.token_bytes(2), 16, 4, 128, 4096, snapshot_tokens=48)
+    assert [group.page_tokens for group in found.groups] == [16, 48, 16]

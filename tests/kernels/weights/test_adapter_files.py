@@ -48,15 +48,61 @@ def test_names_inside_of_wrapping_models_are_those_of_text(tmp_path):
     assert list(read_files(str(file)).modules) == ["model.layers.0.mlp.up_proj"]
 
 
+ENDS = {"model.embed_tokens": (4, 20), "lm_head": (20, 4)}
+
+
+def test_embeddings_and_output_are_read_and_weights_of_the_base_are_not(tmp_path):
+    file = save_adapter(tmp_path / "one", ENDS, 1, rank=2)
+    stored = load_file(file / "adapter_model.safetensors")
+    for module in ENDS:
+        stored[f"base_model.model.{module}.base_layer.weight"] = np.zeros((20, 4), np.float32)
+    save_file(stored, file / "adapter_model.safetensors")
+    found = read_files(str(file))
+    assert found.info.targets == ("embed_tokens", "lm_head")
+    assert [(found.modules[module].lookup, found.modules[module].inputs) for module in ENDS] == [(True, 20), (False, 4)]
+    stored["base_model.model.lm_head.base_layer.weight"] = np.zeros((21, 4), np.float32)
+    save_file(stored, file / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"lm_head.base_layer.weight is not supported: no LoRA matrices of its shape"):
+        read_files(str(file))
+
+
+def test_magnitudes_of_dora_are_read_and_needed(tmp_path):
+    file = save_adapter(tmp_path / "one", MODULES, 1, use_dora=True)
+    found = read_files(str(file), None, AdapterSettings(max_rank=3, targets=("all", "dora")))
+    assert found.info.targets == ("dora", "down_proj", "q_proj")
+    assert all(each.magnitudes.endswith("lora_magnitude_vector.weight") for each in found.modules.values())
+    with pytest.raises(ConfigError, match="it changes dora, which --lora-target-modules does not include"):
+        read_files(str(file), None, AdapterSettings(max_rank=3))
+    stored = load_file(file / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight"
+    save_file(stored | {name: np.ones(7, np.float32)}, file / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="must have 8 values, one for each output"):
+        read_files(str(file))
+    del stored[name]
+    save_file(stored, file / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="q_proj has no magnitudes, but use_dora is true"):
+        read_files(str(file))
+
+
+def test_all_targets_are_without_embeddings_and_output(tmp_path):
+    file = save_adapter(tmp_path / "one", MODULES | ENDS, 1, rank=2)
+    with pytest.raises(ConfigError, match="changes embed_tokens, lm_head, which --lora-target-modules"):
+        read_files(str(file), None, AdapterSettings(max_rank=2))
+    targets = ("all", "embed_tokens", "lm_head")
+    assert len(read_files(str(file), None, AdapterSettings(max_rank=2, targets=targets)).modules) == 4
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"use_dora": True}, "DoRA is not built"),
         ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"fan_in_fan_out": True}, "stored transposed"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying"),
+        ({"fan_in_fan_out": True}, "transposed weights"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"lora_alpha": "much"}, "lora_alpha is 'much', not a number"),
+        ({"r": 0.5}, "r is 0.5, not a whole number"),
+        ({"rank_pattern": {"v_proj": 1.5}}, "rank_pattern of v_proj is 1.5, not a whole number"),
         ({"alpha_pattern": {"(a+)+": 1}}, "is a regular expression"),
         ({"rank_pattern": {"q_proj": 2}, "r": 1}, "the rank in adapter_config.json is 1"),
     ],
@@ -67,7 +113,7 @@ def test_what_is_not_built_is_refused_by_name(config, reason, tmp_path):
 
 
 def test_one_error_names_all_that_is_wrong(tmp_path):
-    file = save_adapter(tmp_path / "one", MODULES, 1, use_dora=True)
+    file = save_adapter(tmp_path / "one", MODULES, 1, lora_bias=True)
     stored = load_file(file / "adapter_model.safetensors")
     del stored["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
     stored["base_model.model.lm_head.weight"] = np.ones((2, 2), np.float32)
@@ -78,13 +124,13 @@ def test_one_error_names_all_that_is_wrong(tmp_path):
     with pytest.raises(ConfigError) as raised:
         read_adapter_info(str(file), {"num_hidden_layers": 2}, AdapterSettings(max_rank=2, targets=("q_proj",)))
     for reason in (
-        "DoRA is not built",
+        "biases of adapters are not supported",
         "q_proj has only one of A and B",
-        "lm_head.weight is no matrix of a linear layer",
+        "lm_head.weight is not supported: it is not a LoRA matrix",
         "is stored as I32",
-        "it changes layer 9, and the model has 2 layers",
-        "its rank is 3, more than --max-lora-rank 2",
-        "it changes down_proj, up_proj, which --lora-target-modules does not name",
+        "it changes layer 9, but the model has 2 layers",
+        "its rank 3 is larger than --max-lora-rank 2",
+        "it changes down_proj, up_proj, which --lora-target-modules does not include",
     ):
         assert reason in str(raised.value)
 
@@ -95,11 +141,11 @@ def test_a_module_under_two_names_is_refused(tmp_path):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     for other in (name.replace("A.weight", "A.default.weight"), name.replace("q_proj", "q_proj.base_layer")):
         save_file(stored | {other: stored[name]}, file / "adapter_model.safetensors")
-        with pytest.raises(ConfigError, match="under two names"):
+        with pytest.raises(ConfigError, match="stored under two names"):
             read_adapter_info(str(file))
     inner = {key.replace("model.layers", "model.language_model.layers"): value for key, value in stored.items()}
     save_file(stored | inner, file / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="under two names"):
+    with pytest.raises(ConfigError, match="stored under two names"):
         read_adapter_info(str(file))
 
 
@@ -109,7 +155,7 @@ def test_files_that_are_missing_pickled_or_torn_are_refused(tmp_path):
     file = save_adapter(tmp_path / "one", MODULES, 1)
     weights = file / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match="not a whole safetensors file"):
+    with pytest.raises(ConfigError, match="not a complete safetensors file"):
         read_adapter_info(str(file))
     weights.rename(file / "adapter_model.bin")
     with pytest.raises(ConfigError, match="pickled and not loaded"):

@@ -3,6 +3,7 @@
 import { get, stream } from "../api/client.js";
 import { GIVEN } from "../api/key.js";
 import { byId, h, say, still } from "../dom.js";
+import { ADAPTERS_CHANGED } from "../stage/figures.js";
 import { Conversation } from "./conversation.js";
 import { examples } from "./examples.js";
 import { MessageView } from "./message.js";
@@ -21,7 +22,8 @@ class Playground {
     this.transcript = byId("transcript");
     this.prompt = byId("prompt");
     this.views = [];
-    this.model = "";
+    this.model = ""; // the first name of the model
+    this.choice = byId("model-choice"); // of the model or an adapter; empty until the model's name has come
     this.locked = false; // the reader had no key
     this.named = false; // the model's name came while an answer did
     this.running = null; // the AbortController of the answer that comes
@@ -48,6 +50,7 @@ class Playground {
     });
     byId("parameters-button").addEventListener("click", () => this.follow(true));
     document.addEventListener(GIVEN, () => this.locked && this.learn());
+    document.addEventListener(ADAPTERS_CHANGED, () => this.model && this.learn());
     byId("stop").addEventListener("click", () => this.stop());
     byId("new-chat").addEventListener("click", () => this.startAnew());
   }
@@ -55,15 +58,27 @@ class Playground {
   /** The model's name and its defaults. */
   async learn() {
     try {
-      this.model = (await get("v1/models")).data[0].id;
+      const { data } = await get("v1/models");
+      const known = this.model;
+      this.model = data[0].id;
       this.locked = false;
+      this.offer(data);
       if (this.running) this.named = true;
-      else this.drawAll();
+      else if (this.model !== known) this.drawAll();
       await this.parameters.showDefaults();
     } catch (error) {
       this.locked = error.status === 401;
       say(byId("chat-status"), error.message);
     }
+  }
+
+  /** The model and its adapters, if there are any. */
+  offer(models) {
+    const { choice } = this;
+    const chosen = choice.value;
+    choice.replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
+    if (models.some(({ id }) => id === chosen)) choice.value = chosen;
+    choice.hidden = !models.some(({ parent }) => parent);
   }
 
   fit() {
@@ -84,7 +99,7 @@ class Playground {
   }
 
   view(turn) {
-    return new MessageView(turn, this.model || "Model", this.actions);
+    return new MessageView(turn, turn.model || this.model || "Model", this.actions);
   }
 
   show(turn) {
@@ -177,7 +192,7 @@ class Playground {
     try {
       body = {
         ...this.parameters.body(),
-        model: this.model || undefined,
+        model: this.choice.value || undefined,
         messages: this.conversation.messages(this.parameters.system),
         stream: true,
         stream_options: { include_usage: true },
@@ -185,7 +200,7 @@ class Playground {
     } catch {
       return;
     }
-    const turn = { role: "assistant", content: "", facts: {} };
+    const turn = { role: "assistant", content: "", model: this.choice.value, facts: {} };
     const control = new AbortController();
     this.begin(control);
     this.conversation.turns.push(turn);

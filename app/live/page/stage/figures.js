@@ -1,10 +1,13 @@
-// The figures: tokens a second with its line, what runs and waits, a step's time, restarts, and the pages of the cache.
+// The figures: tokens a second with its line, what runs and waits, a step's time, restarts, the pages of the cache, adapters.
 
 import { h, s, say } from "../dom.js";
 import { count, duration, percent, rate } from "../numbers.js";
 
 const WIDTH = 240;
 const HEIGHT = 56;
+
+/** An event of the document: adapters were loaded or unloaded. */
+export const ADAPTERS_CHANGED = "adapters-changed";
 
 export class Figures {
   constructor(container) {
@@ -13,6 +16,8 @@ export class Figures {
     this.values = {};
     this.pages = Object.fromEntries(["used", "evictable", "free"].map((kind) => [kind, h("span", { class: kind })]));
     this.pagesText = h("p", { class: "words" });
+    this.adapters = h("ul", { class: "adapters", id: "adapters", "aria-label": "Adapters", hidden: true });
+    this.adapterWords = this.adapterNames = "";
     container.append(
       h(
         "div",
@@ -39,6 +44,7 @@ export class Figures {
         h("div", { class: "bar", "aria-hidden": "true" }, Object.values(this.pages)),
         this.pagesText,
       ),
+      this.adapters,
     );
   }
 
@@ -63,6 +69,28 @@ export class Figures {
     if (step !== null) say(this.values.step, duration(step));
     this.drawLine(history.line);
     this.drawPages(cache);
+    this.drawAdapters(frame);
+  }
+
+  drawAdapters({ adapters, adapters_loaded: loaded }) {
+    this.adapters.hidden = !adapters.length;
+    const sorted = [...adapters].sort((a, b) => (a.name < b.name ? -1 : 1));
+    const chips = sorted.map(({ name, requests, live, resident }) =>
+      h(
+        "li",
+        { "data-resident": String(resident > 0), title: resident ? "on the device" : "in the host's memory" },
+        h("b", {}, name),
+        h("span", {}, [live ? `${count(live)} live` : null, `${count(requests)} in all`].filter(Boolean).join(", ")),
+        h("small", {}, resident ? "on the device" : "in memory"),
+      ),
+    );
+    if (loaded > adapters.length) chips.push(h("li", {}, `and ${count(loaded - adapters.length)} more`));
+    const words = chips.map((chip) => chip.textContent).join();
+    if (words !== this.adapterWords) this.adapters.replaceChildren(...chips);
+    this.adapterWords = words;
+    const names = sorted.map(({ name }) => name).join();
+    if (names !== this.adapterNames) document.dispatchEvent(new Event(ADAPTERS_CHANGED));
+    this.adapterNames = names;
   }
 
   drawLine(line) {

@@ -214,5 +214,6 @@ function words(view) {
   const state = view.end === null ? (now ?? "arriving") : view.error ? `ended: ${view.error}` : "complete";
   const tokens = `${view.prompt_tokens} tokens in${view.output_tokens ? `, ${view.output_tokens} out` : ""}`;
   const time = view.end === null ? "" : `, ${duration(view.end - view.start)}`;
-  return `Request ${view.handle}: ${state}, ${tokens}${time}`;
+  const adapter = view.adapter ? `, ${view.adapter}` : "";
+  return `Request ${view.handle}: ${state}, ${tokens}${adapter}${time}`;
 }

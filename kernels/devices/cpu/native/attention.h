@@ -5,6 +5,9 @@
 // for each column; changing the power rounds nothing. Sums of pieces of a sequence are added at the end, whichever thread found them
 // (split_kv.h). So a column's result is the same bits whatever columns are beside it, and whatever tokens that it does not see lie
 // between those that it sees: a draft token is verified with the numbers that it would be decoded with.
+//
+// Latent vectors (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1) are keys of one kv head, and their first numbers its values: all heads
+// are columns. Products of weights with pairs of tokens in bf16 would take half the time, but add up pairs by their places in the cache.
 #pragma once
 #include <vector>
 
@@ -67,7 +70,8 @@ struct Attending {
     const Op* op;
     const Step* step;
     std::vector<Scratch<float>>* spaces;  // by thread
-    int64_t split = 1;                    // chunks of a row
+    int64_t split = 1;                    // chunks of a row, by kv heads
+    int64_t column_split = 1;             // or, of latent vectors, by tiles of columns
     Pieces* pieces = nullptr;             // of rows, if they are attended to in such
 };
 
@@ -78,10 +82,11 @@ struct Coming {
     const char* first;
     int64_t token, values, size;  // bytes: of a token, from its keys to its values, and of either
 
-    Coming(const Op& op, int64_t heads, int64_t head, int64_t kv_heads, int64_t dim) {
-        const int64_t each = op.cache_type ? dim : dim * static_cast<int64_t>(sizeof(bf16));
+    Coming(const Op& op, int64_t heads, int64_t head) {
+        const TokenLayout layout(op);
+        const int64_t element = op.cache_type ? 1 : sizeof(bf16), each = op.i0 * element;
         first = static_cast<const char*>(op.b) + head * each;
-        token = 2 * kv_heads * each, values = kv_heads * each, size = heads * each;
+        token = layout.token * element, values = layout.values * element, size = heads * each;
     }
 
     // With a large second cache the sequence stays there, and the processor itself prefetches tokens of 16 bits in more than a few
@@ -227,20 +232,26 @@ inline void score_int8(const Columns&, const int8_t*, int64_t, int64_t, int64_t,
 #endif
 
 // Attends with some kv heads of one row, from `head` on. `piece`: one of the row's pieces, whose sums are kept in `pieces`; -1: all.
-inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t head, int64_t heads, int thread) {
+// `share`: of the row's tiles of columns, one of `task.column_split`.
+inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t head, int64_t heads, int64_t share, int thread) {
     const Op& op = *task.op;
     const Step& step = *task.step;
-    const int64_t dim = op.i0, kv_heads = op.i2, group = op.i1 / kv_heads, window = op.i3, token = 2 * kv_heads * dim;
+    const TokenLayout layout(op);
+    const int64_t dim = op.i0, value_dim = layout.value_dim, kv_heads = op.i2, group = op.i1 / kv_heads, window = op.i3;
+    const int64_t token = layout.token;
     const VisibleTokens seen(step, row);
     const int64_t wide = seen.count * group;         // columns of a head
     const int64_t each = std::min(wide, TILE);       // of a tile
     const int64_t together = wide < TILE ? TILE / wide : 1;  // heads of a tile
-    const int64_t parts = (wide + TILE - 1) / TILE;  // tiles of a head
+    const int64_t head_parts = (wide + TILE - 1) / TILE;  // tiles of a head
+    const int64_t first_part = share * head_parts / task.column_split;
+    const int64_t parts = (share + 1) * head_parts / task.column_split - first_part;  // of these, this call's
+    if (!parts) return;
     const int64_t tiles = (heads + together - 1) / together * parts;
     const CachePages cached = {static_cast<const bf16*>(op.b) + head * dim, token, step.pages + row * step.pages_stride, op.i4};
 
     std::vector<Columns> all(tiles);
-    const int64_t queries_each = dim / 2 * each, sums_each = padded(each) * dim;
+    const int64_t queries_each = dim / 2 * each, sums_each = padded(each) * value_dim;
     const int64_t lanes = std::min(together, heads) * each <= FOUR ? FOUR : TILE;  // of a token among scores
     const Cache8bit kept(op, op.b, dim, kv_heads);
     const int64_t unpacked = op.cache_type ? Sixteen::size(heads, dim) / 2 : 0;
@@ -257,7 +268,7 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
         Columns& column_tile = all[t];
         column_tile.head = t / parts * together;
         column_tile.heads = std::min(together, heads - column_tile.head);
-        column_tile.column = t % parts * TILE;
+        column_tile.column = (first_part + t % parts) * TILE;
         column_tile.count = std::min(wide - column_tile.column, TILE);
         column_tile.sums = space;
         column_tile.totals = column_tile.sums + column_tile.heads * sums_each;
@@ -304,7 +315,7 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
         if (made.int8_keys()) return score_int8(column_tile, made.int8_at(turn, 0), token, dim, each, queries_each, out, row);
         score_floats(column_tile, op.cache_type ? made.keys(turn) : cached.at(position), line, dim, each, queries_each, out, row);
     };
-    const Coming coming(op, heads, head, kv_heads, dim);
+    const Coming coming(op, heads, head);
     const bool fetched = coming.worthwhile(op.cache_type, row_end);
     int64_t slot = 0;
     if (begin < end) score(all[0], begin, 0, scores[0]);
@@ -315,7 +326,7 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
         for (int64_t t = 0; t < tiles; t++, slot ^= 1) {
             Columns& column_tile = all[t];
             if (position % PIECE == 0 && position > begin)
-                column_tile.total(lanes, dim, [&](int64_t lane) { return apart(position, column_tile.lengths[lane]); });
+                column_tile.total(lanes, value_dim, [&](int64_t lane) { return apart(position, column_tile.lengths[lane]); });
             // A load of what was stored just now would wait for the store, so the next scores are found first.
             if (t + 1 < tiles) score(all[t + 1], position, turn, scores[slot ^ 1]);
             else if (position + TILE < end) score(all[0], position + TILE, turn ^ 1, scores[slot ^ 1]);
@@ -331,13 +342,13 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
                 }
             }
             float* result = scores[slot];
-            weigh_all(column_tile, result, all_by_all ? nullptr : masks, lanes, dim, made, scales, turn, op.cache_type);
+            weigh_all(column_tile, result, all_by_all ? nullptr : masks, lanes, value_dim, made, scales, turn, op.cache_type);
             const auto add = [&](const auto* values, int64_t line) {
                 for (int64_t h = 0; h < column_tile.heads; h++)
                     all_values(values + low * line + (column_tile.head + h) * dim, line, high - low, result + low * lanes + h * column_tile.count,
-                               lanes, column_tile.sums + h * sums_each, dim, column_tile.count);
+                               lanes, column_tile.sums + h * sums_each, value_dim, column_tile.count);
             };
-            if (!op.cache_type) add(cached.at(position) + kv_heads * dim, token);
+            if (!op.cache_type) add(cached.at(position) + layout.values, token);
             else if (made.int8_values()) add(made.int8_at(turn, 1), token);
             else add(made.values(turn), line);
         }
@@ -348,48 +359,56 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
     }
 
     for (Columns& column_tile : all) {
-        if (piece < 0) column_tile.total(lanes, dim, [](int64_t) { return true; });
+        if (piece < 0) column_tile.total(lanes, value_dim, [](int64_t) { return true; });
         for (int64_t h = 0; h < column_tile.heads; h++)
             for (int64_t c = 0; c < column_tile.count; c++) {
                 const int64_t query = (column_tile.column + c) / group, lane = h * column_tile.count + c;
                 const int64_t asking = (head + column_tile.head + h) * group + (column_tile.column + c) % group;
-                const int64_t at = h * sums_each + c * dim;
+                const int64_t at = h * sums_each + c * value_dim;
                 if (piece >= 0) {
                     task.pieces->keep(row, piece, asking, {column_tile.sums + at, column_tile.weight_sum[lane], column_tile.power[lane]});
                 } else {
-                    bf16* out = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out + asking * dim;
-                    finish({column_tile.totals + at, column_tile.total_weight_sum[lane], column_tile.total_power[lane]}, dim, out);
+                    bf16* out = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out + asking * value_dim;
+                    finish({column_tile.totals + at, column_tile.total_weight_sum[lane], column_tile.total_power[lane]}, value_dim,
+                           sink_of(op, asking), out);
                 }
             }
     }
 }
 
-// A chunk is a row, or, of few rows, some kv heads of a row, or a piece of a row.
+// A chunk is a row, or, of few rows, some kv heads or columns of a row, or a piece of a row.
 inline void attend_chunk(void* context, int64_t chunk, int thread) {
     const Attending& task = *static_cast<const Attending*>(context);
     if (task.pieces) {
         const auto [row, piece] = task.pieces->of(chunk);
-        return attend(task, row, piece, 0, task.op->i2, thread);
+        return attend(task, row, piece, 0, task.op->i2, 0, thread);
     }
+    if (task.column_split > 1) return attend(task, chunk / task.column_split, -1, 0, 1, chunk % task.column_split, thread);
     const int64_t heads = task.op->i2 / task.split;
-    attend(task, chunk / task.split, -1, chunk % task.split * heads, heads, thread);
+    attend(task, chunk / task.split, -1, chunk % task.split * heads, heads, 0, thread);
 }
 
-// Threads share few rows by kv heads; by pieces of the sequence where a head's keys are only a line or two of memory.
+// Threads share few rows by kv heads; by pieces of the sequence where a head's keys are only a line or two of memory. All heads read
+// the same latent vectors: rows of them are shared by pieces, and rows of several queries by columns.
 inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op& op, const Step& step) {
     Attending task = {&op, &step, &spaces};
     const int64_t sequences = step.sequences - step.prompts, wanted = 2 * team.size();
     while (sequences * task.split < wanted && op.i2 % (2 * task.split) == 0) task.split *= 2;
     const int64_t bytes = op.i2 / task.split * op.i0 * static_cast<int64_t>(op.cache_type ? 1 : sizeof(bf16));
-    if (sequences >= wanted || bytes >= MIN_READ_BYTES) return team.each(sequences * task.split, attend_chunk, &task);
+    if (sequences >= wanted || (!op.i5 && bytes >= MIN_READ_BYTES)) return team.each(sequences * task.split, attend_chunk, &task);
     static thread_local Scratch<float> memory;
     Pieces pieces(op, step, sequences, memory);
-    if (pieces.count() < std::min(wanted, 4 * sequences * task.split)) return team.each(sequences * task.split, attend_chunk, &task);
+    if (pieces.count() < std::min(wanted, 4 * sequences * task.split)) {
+        if (op.i5 && sequences) task.column_split = (wanted + sequences - 1) / sequences;
+        return team.each(sequences * task.split * task.column_split, attend_chunk, &task);
+    }
     task.pieces = &pieces;
     team.each(pieces.count(), attend_chunk, &task);
+    const int64_t value_dim = TokenLayout(op).value_dim;
     for (int64_t row = 0; row < sequences; row++)
         for (int64_t asking = 0; asking < op.i1; asking++)
-            finish(pieces.all(row, asking), op.i0, static_cast<bf16*>(op.out) + VisibleTokens(step, row).first * op.stride_out + asking * op.i0);
+            finish(pieces.all(row, asking), value_dim, sink_of(op, asking),
+                   static_cast<bf16*>(op.out) + VisibleTokens(step, row).first * op.stride_out + asking * value_dim);
 }
 
 }  // namespace troupe

@@ -25,6 +25,13 @@ struct Expert {
     double clip_up, clip_down;
 };
 
+// A choice that is more than a softmax (`Routing` of kernels/devices/experts.py). `bias`, `correction` [experts]: or null.
+struct Choice {
+    const float *bias, *correction;
+    int64_t is_sigmoid, groups, top_groups, is_pair_sum;
+    double scale;
+};
+
 using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2>, BlockProduct<3>, BlockProduct<4>,
                                 BlockProduct<5>, BlockProduct<6>, BlockProduct<8>, Fp8Product>;
 
@@ -37,6 +44,7 @@ struct Job {
 // Memory that layers reuse: inputs of pairs, gates and ups, inner activations, results.
 struct Experts {
     std::vector<float> weights;  // [tokens, chosen], in the order of the experts
+    std::vector<float> logits;   // [tokens, experts], of a Choice
     std::vector<int32_t> ids, places, tokens, active;
     std::vector<int64_t> begins;  // the first pair of each expert, and the number of pairs
     Scratch<bf16> inputs, both, inner, results, ordered;
@@ -57,12 +65,136 @@ struct Layer {
     int64_t count() const { return op.i1; }
     int64_t chosen() const { return op.i2; }
     int64_t inner() const { return op.i3; }
+    int64_t places() const { return op.i5; }
     int64_t pairs() const { return step.rows * chosen(); }
     const Expert& expert(int64_t index) const { return static_cast<const Expert*>(op.c)[index]; }
 };
 
 // exp, with 0 far below zero and NaN for a NaN: `max` returns its second operand then.
 inline Floats share_of(Floats below) { return exp(max(splat(-200.0f), below)); }
+
+constexpr int64_t ROUTED = 8, ROUTED_ROWS = 16;  // experts and rows whose logits a thread computes at a time
+constexpr int ABREAST = LARGE ? 4 : 2;           // rows and experts whose sums are in registers
+constexpr double CHOICE_EPSILON = 1e-20;  // EPSILON of kernels/devices/experts.py
+
+// The logits of `ROWS` rows for `EXPERTS` experts, in float32: each in the same order of sums, whatever their numbers.
+template <int ROWS, int EXPERTS>
+void route_block(const Layer& layer, int64_t row, int64_t expert) {
+    const float* weight = static_cast<const float*>(layer.op.b) + expert * layer.op.stride_b;
+    const bf16* x = static_cast<const bf16*>(layer.op.a) + row * layer.op.stride_a;
+    const float* bias = static_cast<const Choice*>(layer.op.by_head)->bias;
+    Floats sums[ROWS][EXPERTS] = {};
+    for (int64_t i = 0; i < layer.hidden(); i += TILE) {
+        Floats weights[EXPERTS];
+        unrolled<EXPERTS>([&](auto e) ALWAYS_INLINE { weights[e] = load(weight + e * layer.op.stride_b + i); });
+        unrolled<ROWS>([&](auto r) ALWAYS_INLINE {
+            const Floats value = load(x + r * layer.op.stride_a + i);
+            unrolled<EXPERTS>([&](auto e) ALWAYS_INLINE { sums[r][e] = fma(value, weights[e], sums[r][e]); });
+        });
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int e = 0; e < EXPERTS; e++)
+            layer.memory.logits[(row + r) * layer.count() + expert + e] =
+                add_all(sums[r][e]) + (bias ? bias[expert + e] : 0.0f);
+}
+
+template <int EXPERTS>
+void route_experts(const Layer& layer, int64_t row, int64_t end, int64_t expert) {
+    for (; row + ABREAST <= end; row += ABREAST) route_block<ABREAST, EXPERTS>(layer, row, expert);
+    for (; row < end; row++) route_block<1, EXPERTS>(layer, row, expert);
+}
+
+// Rows of a block stay in the innermost cache while the experts pass by.
+inline void route_chunk(void* context, int64_t chunk, int) {
+    const Layer& layer = *static_cast<const Layer*>(context);
+    const int64_t blocks = (layer.count() + ROUTED - 1) / ROUTED, first = chunk % blocks * ROUTED;
+    const int64_t row = chunk / blocks * ROUTED_ROWS, last = std::min(layer.step.rows, row + ROUTED_ROWS);
+    const int64_t end = std::min(layer.count(), first + ROUTED);
+    int64_t expert = first;
+    for (; expert + ABREAST <= end; expert += ABREAST) route_experts<ABREAST>(layer, row, last, expert);
+    for (; expert < end; expert++) route_experts<1>(layer, row, last, expert);
+}
+
+// Takes the greatest of `wide` numbers, the first of equals, and leaves NaN, which is never taken.
+inline int64_t take_best(float* from, int64_t wide) {
+    Floats highest = splat(-INFINITY);
+    for (int64_t i = 0; i < wide; i += TILE) highest = max(load(from + i), highest);
+    const float value = max_all(highest);
+    int64_t at = 0;
+    while (at < wide && from[at] != value) at++;
+    from[at] = NAN;
+    return at;
+}
+
+inline int64_t whole_tiles(int64_t count) { return (count + TILE - 1) / TILE * TILE; }
+
+// -inf for all experts but those of the best groups.
+inline void keep_groups(const Choice& choice, float* ranked, int64_t count) {
+    thread_local std::vector<float> best;
+    const int64_t groups = choice.groups, size = count / groups, wide = whole_tiles(groups);
+    best.assign(wide, NAN);
+    for (int64_t g = 0; g < groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (const float* one = ranked + g * size; one < ranked + (g + 1) * size; one++) {
+            second = std::max(second, std::min(first, *one));
+            first = std::max(first, *one);
+        }
+        best[g] = choice.is_pair_sum ? first + second : first;
+    }
+    for (int64_t taken = 0; taken < choice.top_groups; taken++) take_best(best.data(), wide);
+    for (int64_t g = 0; g < groups; g++)
+        if (!std::isnan(best[g])) std::fill_n(ranked + g * size, size, -INFINITY);
+}
+
+// Notes the next expert of a token among the `taken` ones before, in the order of the experts.
+inline void insert(int32_t* ids, float* weights, int64_t taken, int64_t expert, float weight) {
+    int64_t place = taken;
+    for (; place > 0 && ids[place - 1] > expert; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
+    ids[place] = static_cast<int32_t>(expert), weights[place] = weight;
+}
+
+inline void to_places(const Layer& layer, int64_t row, int32_t* ids) {
+    if (const auto* table = static_cast<const int32_t*>(layer.op.offsets))
+        for (int64_t i = 0; i < layer.chosen(); i++) ids[i] = table[row % layer.op.i6 * layer.count() + ids[i]];
+}
+
+// Chooses the experts of a token by a Choice. A NaN logit makes all weights NaN.
+inline void choose_by(const Choice& choice, const Layer& layer, int64_t row) {
+    thread_local std::vector<float> scores, ranked;
+    const int64_t count = layer.count(), chosen = layer.chosen(), wide = whole_tiles(count);
+    scores.assign(wide, -INFINITY), ranked.assign(wide, NAN);
+    const float* logits = layer.memory.logits.data() + row * count;
+    bool is_nan = false;
+    float top = -FLT_MAX, total = 1;
+    for (int64_t e = 0; e < count; e++) is_nan |= std::isnan(logits[e]), top = std::max(top, logits[e]);
+    if (!is_nan) std::copy_n(logits, count, scores.data());
+    const Floats one = splat(1.0f);
+    Floats sums = Floats{};
+    for (int64_t i = 0; i < wide; i += TILE) {
+        const Floats x = load(scores.data() + i);
+        const Floats value = choice.is_sigmoid ? one / (one + exp(Floats{} - x)) : share_of(x - splat(top));
+        sums = select(first_lanes(count - i), sums + value, sums);
+        store(scores.data() + i, value);
+    }
+    if (!choice.is_sigmoid) total = add_all(sums);
+    for (int64_t e = 0; e < count; e++) {
+        scores[e] /= total;
+        ranked[e] = choice.correction ? scores[e] + choice.correction[e] : scores[e];
+        if (std::isnan(ranked[e])) is_nan = true, ranked[e] = -INFINITY;
+    }
+    if (choice.groups > 1) keep_groups(choice, ranked.data(), count);
+    int32_t* ids = layer.memory.ids.data() + row * chosen;
+    float* weights = layer.memory.weights.data() + row * chosen;
+    float sum = 0;
+    for (int64_t taken = 0; taken < chosen; taken++) {
+        const int64_t expert = take_best(ranked.data(), wide);
+        sum += scores[expert];
+        insert(ids, weights, taken, expert, is_nan ? NAN : scores[expert]);
+    }
+    const float divisor = layer.op.i4 ? sum + static_cast<float>(CHOICE_EPSILON) : 1.0f;
+    for (int64_t i = 0; i < chosen; i++) weights[i] = weights[i] / divisor * static_cast<float>(choice.scale);
+    to_places(layer, row, ids);
+}
 
 // Chooses the most likely experts of a token and their weights: a softmax over all experts, or over the chosen ones. NaN logits are
 // chosen last and make all weights NaN.
@@ -73,8 +205,9 @@ inline void choose(const Layer& layer, int64_t row) {
         std::copy_n(static_cast<const float*>(layer.op.scales) + first, layer.chosen(), layer.memory.weights.data() + first);
         return;
     }
+    if (layer.op.by_head) return choose_by(*static_cast<const Choice*>(layer.op.by_head), layer, row);
     thread_local std::vector<float> scores;
-    const int64_t count = layer.count(), chosen = layer.chosen(), wide = (count + TILE - 1) / TILE * TILE;
+    const int64_t count = layer.count(), chosen = layer.chosen(), wide = whole_tiles(count);
     if (static_cast<int64_t>(scores.size()) < wide) scores.resize(wide);
     const bf16* logits = static_cast<const bf16*>(layer.op.b) + row * layer.op.stride_b;
     const Floats lowest = splat(-FLT_MAX), none = splat(-INFINITY);
@@ -102,10 +235,9 @@ inline void choose(const Layer& layer, int64_t row) {
         scores[at] = -INFINITY;
         const float share = first_lane(share_of(splat(value) - top));
         chosen_total += share;
-        int64_t place = taken;
-        for (; place > 0 && ids[place - 1] > at; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
-        ids[place] = static_cast<int32_t>(at), weights[place] = share;
+        insert(ids, weights, taken, at, share);
     }
+    to_places(layer, row, ids);
     if (!layer.op.i4 || std::isnan(total)) chosen_total = total;
     for (int64_t i = 0; i < chosen; i++) weights[i] /= chosen_total;
 }
@@ -118,11 +250,11 @@ inline void choose_chunk(void* context, int64_t chunk, int) {
 // Sorts the pairs by expert.
 inline void arrange(const Layer& layer) {
     Experts& at = layer.memory;
-    at.begins.assign(layer.count() + 1, 0);
+    at.begins.assign(layer.places() + 1, 0);
     at.places.resize(layer.pairs()), at.tokens.resize(layer.pairs()), at.active.clear();
     for (int64_t i = 0; i < layer.pairs(); i++)
         if (layer.expert(at.ids[i]).ups) at.begins[at.ids[i] + 1]++;
-    for (int64_t e = 0; e < layer.count(); e++) {
+    for (int64_t e = 0; e < layer.places(); e++) {
         if (at.begins[e + 1]) at.active.push_back(static_cast<int32_t>(e));
         at.begins[e + 1] += at.begins[e];
     }
@@ -309,6 +441,11 @@ inline void run_experts(Layer layer) {
     const int64_t pairs = layer.pairs(), rows = layer.step.rows, hidden = layer.hidden(), width = layer.inner();
     at.jobs.clear();  // left by a call that ended early
     at.ids.resize(pairs), at.weights.resize(pairs);
+    if (layer.op.by_head) {
+        at.logits.resize(rows * layer.count());
+        const int64_t blocks = (layer.count() + ROUTED - 1) / ROUTED * ((rows + ROUTED_ROWS - 1) / ROUTED_ROWS);
+        layer.team.each(blocks, route_chunk, &layer);
+    }
     layer.team.each((rows + 7) / 8, choose_chunk, &layer);
     arrange(layer);
     bool gather = rows > 1, between = false;

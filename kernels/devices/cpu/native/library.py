@@ -120,6 +120,8 @@ class Op(ctypes.Structure):
         ("i2", ctypes.c_int64),
         ("i3", ctypes.c_int64),
         ("i4", ctypes.c_int64),
+        ("i5", ctypes.c_int64),
+        ("i6", ctypes.c_int64),
         ("gated", ctypes.c_int64),
         ("f0", ctypes.c_double),
         ("cache_type", ctypes.c_int64),
@@ -452,13 +454,15 @@ def start_build(source: Source | None = None) -> subprocess.Popen[bytes] | Pendi
     source = source or operators()
     folder = _folder(source)
     if folder is None:
+        _warn_not_kept("this user has no home")
         return None
     try:
         make_private(folder)
         if not is_trusted(folder):
             return None
         lock = os.open(folder, os.O_RDONLY)
-    except OSError:
+    except OSError as error:
+        _warn_not_kept(str(error))
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -471,10 +475,19 @@ def start_build(source: Source | None = None) -> subprocess.Popen[bytes] | Pendi
         return PendingBuild(lock)
     try:
         return _compile(source, compiler, folder, lock)
-    except OSError:
+    except OSError as error:
+        _warn_not_kept(str(error))
         return None
     finally:
         os.close(lock)  # the build has it
+
+
+@cache
+def _warn_not_kept(reason: str) -> None:
+    _log.warning(
+        "native operators cannot be compiled, so slower ones run: %s; set XDG_CACHE_HOME to a folder of this user",
+        reason,
+    )
 
 
 def _compile(source: Source, compiler: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:

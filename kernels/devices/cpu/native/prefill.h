@@ -181,10 +181,11 @@ inline void lay_out_queries(const bf16* from, int64_t stride, int64_t queries, i
         }
 }
 
-// Divides the sums by those of the weights -> [query][dim].
-inline void divide_sums(const Asking& asking, int64_t queries, int64_t dim, bf16* to, int64_t stride) {
+// Divides the sums by those of the weights -> [query][dim]. `sink`: as of `finish`.
+inline void divide_sums(const Asking& asking, int64_t queries, int64_t dim, const float* sink, bf16* to, int64_t stride) {
     for (int64_t half = 0; half < queries; half += TILE) {
-        const Floats rescale = splat(1.0f) / load(asking.weight_sum + half);
+        const Floats more = sink ? sink_weights(splat(*sink), load(asking.power + half)) : Floats{};
+        const Floats rescale = splat(1.0f) / (load(asking.weight_sum + half) + more);
         for (int64_t d = 0; d < dim; d += DEPTH) {
             Ints low[TILE], high[TILE];
             const float* sums = asking.sums + half * dim + d * TILE;
@@ -252,7 +253,7 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
             add_up(asking, dim);
         }
     for (int64_t h = 0; h < group; h++)
-        divide_sums(space.heads[h], queries, dim,
+        divide_sums(space.heads[h], queries, dim, sink_of(op, heads + h),
                     static_cast<bf16*>(op.out) + (task.begin + query) * op.stride_out + (heads + h) * dim, op.stride_out);
 }
 

@@ -16,7 +16,9 @@
 #include "gemm_gguf_blocks.h"
 #include "gemm_grouped.h"
 #include "gemm_int8.h"
+#include "heads.h"
 #include "kv_cache_8bit.h"
+#include "low_rank.h"
 #include "prefill.h"
 #include "program.h"
 #include "short_prefill.h"
@@ -38,6 +40,7 @@ struct Engine {
     std::vector<bf16> ordered;
     StepMemory memory;
     Experts experts;
+    RowPlaces places;
 };
 
 struct Rows {
@@ -81,41 +84,58 @@ void angles(const Op& op, const Step& step, int64_t row) {
     }
 }
 
+// out = norm(residual + x) * weight, of `dim` numbers; `x` or null is added to the residual.
+void norm_head(const bf16* x, bf16* residual, const float* weight, int64_t dim, double eps, bf16* out) {
+    Floats squares = Floats{};
+    for (int64_t i = 0; i < dim; i += 16) {
+        Floats value = load(residual + i);
+        if (x) {
+            store(residual + i, value + load(x + i));
+            value = load(residual + i);
+        }
+        squares = fma(value, value, squares);
+    }
+    const float mean = add_all(squares) / static_cast<float>(dim);
+    const Floats factor = splat(1.0f / std::sqrt(mean + static_cast<float>(eps)));
+    for (int64_t i = 0; i < dim; i += 16) store(out + i, load(residual + i) * factor * load(weight + i));
+}
+
 void norm(const Op& op, const Step&, int64_t row) {
     const bf16* x = op.a ? at<bf16>(op.a, row, op.stride_a) : nullptr;
     bf16* residual = at<bf16>(op.b, row, op.stride_b);
     bf16* out = at<bf16>(op.out, row, op.stride_out);
     const float* weight = static_cast<const float*>(op.c);
     for (int64_t head = 0; head < op.i1; head++) {
-        Floats squares = Floats{};
-        for (int64_t i = 0; i < op.i0; i += 16) {
-            Floats value = load(residual + i);
-            if (x) {
-                store(residual + i, value + load(x + i));
-                value = load(residual + i);
-            }
-            squares = fma(value, value, squares);
-        }
-        const float mean = add_all(squares) / static_cast<float>(op.i0);
-        const Floats factor = splat(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
-        for (int64_t i = 0; i < op.i0; i += 16)
-            store(out + i, load(residual + i) * factor * load(weight + i));
+        norm_head(x, residual, weight, op.i0, op.f0, out);
         residual += op.i0, out += op.i0, weight += op.i0;
         if (x) x += op.i0;
+    }
+}
+
+// Rotates the halves of `dim` numbers against one another.
+void rotate_head(const bf16* x, const bf16* cos, const bf16* sin, int64_t dim, bf16* out) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        const Floats low = load(x + i), high = load(x + half + i);
+        store(out + i, fma(low, load(cos + i), high * load(sin + i)));
+        store(out + half + i, fma(high, load(cos + half + i), low * load(sin + half + i)));
     }
 }
 
 void rotary(const Op& op, const Step&, int64_t row) {
     const bf16 *x = at<bf16>(op.a, row, op.stride_a), *cos = at<bf16>(op.b, row, op.i0), *sin = at<bf16>(op.c, row, op.i0);
     bf16* out = at<bf16>(op.out, row, op.stride_out);
-    const int64_t half = op.i0 / 2;
-    for (int64_t head = 0; head < op.i1; head++, x += op.i0, out += op.i0)
-        for (int64_t i = 0; i < half; i += 16) {
-            Floats low = load(x + i), high = load(x + half + i);
-            store(out + i, fma(low, load(cos + i), high * load(sin + i)));
-            store(out + half + i,
-                  fma(high, load(cos + half + i), low * load(sin + half + i)));
-        }
+    for (int64_t head = 0; head < op.i1; head++, x += op.i0, out += op.i0) rotate_head(x, cos, sin, op.i0, out);
+}
+
+void place_latent(const Op& op, const Step& step, int64_t row) {
+    const int64_t rope = op.i2, rank = op.i3;
+    const bf16 *cos = at<bf16>(op.c, row, rope), *sin = at<bf16>(op.fixed, row, rope);
+    bf16* query = at<bf16>(op.a, row, op.stride_a) + op.i0 - rope;
+    for (int64_t head = 0; head < op.i1; head++, query += op.i0) rotate_head(query, cos, sin, rope, query);
+    bf16 *vector = at<bf16>(op.b, row, op.stride_b), *cached = at<bf16>(op.out, step.index[row], rank + rope);
+    norm_head(nullptr, vector, reinterpret_cast<const float*>(op.i4), rank, op.f0, cached);
+    rotate_head(vector + rank, cos, sin, rope, cached + rank);
 }
 
 void norm_rope_cache(const Op& op, const Step& step, int64_t row) {
@@ -274,6 +294,9 @@ void run(Engine& engine, const Op& op, const Step& step) {
             return with_bits(*static_cast<const Layout*>(op.b), [&]<int BITS>() {
                 multiply_made(engine.team, BlockProduct<BITS>{{{operands(engine, op, step, sizeof(bf16))}}}, engine.planes);
             });
+        case PLACES: return find_places(engine.places, op, step);
+        case LOW_RANK: return add_low_rank(engine.team, {op, engine.places, engine.spaces});
+        case HEADS: return multiply_heads(engine.team, op, Product{operands(engine, op, step, sizeof(bf16))});
         case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
         case ATTENTION:
             attention(engine.team, engine.scores, op, step);
@@ -285,6 +308,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
+        case PLACE_LATENT: rows.call = place_latent; break;
         case NORM_ROPE_CACHE: rows.call = norm_rope_cache; break;
         case WRITE_8BIT: rows.call = write_8bit; break;
         case SILU: rows.call = silu_and_mul; break;

@@ -33,9 +33,11 @@ StepStatus run_prefill(const Running& running, StepMemory& memory, const Ops& op
                     table.tokens + rows.slots[row] * table.tokens_stride + rows.starts[row],
                     rows.counts[row] * sizeof(int32_t));
     running(ops, step);
-    for (int64_t row = 0; row < rows.rows; row++)
-        std::memcpy(head.last + row * head.width, head.hidden + (memory.offsets[row + 1] - 1) * head.stride,
-                    head.width * sizeof(uint16_t));
+    for (int64_t row = 0; row < rows.rows; row++) {
+        const int64_t last = memory.offsets[row + 1] - 1;
+        std::memcpy(head.last + row * head.width, head.hidden + last * head.stride, head.width * sizeof(uint16_t));
+        memory.index[row] = memory.index[last];  // of a row's place, for adapters
+    }
     step.rows = step.sequences = step.decodes = rows.rows, step.offsets = nullptr;
     step.positions = step.lengths;  // where the sampled token will stand
     running(Ops{head.ops, head.count}, step);

@@ -20,6 +20,15 @@ constexpr int64_t MIN_READ_BYTES = 256;    // bytes of kv heads of a token that 
 // Whether the tokens of a sequence of `length` before `position`, a multiple of PIECE, are a piece apart from those behind it.
 inline bool apart(int64_t position, int64_t length) { return position + MAX_DRAFT_TOKENS <= length; }
 
+// Where the cache of an ATTENTION has what a head reads of a token, in elements.
+struct TokenLayout {
+    int64_t token, values;  // from one token to the next, and from the keys of a token to its values
+    int64_t value_dim;
+
+    explicit TokenLayout(const Op& op)
+        : token(op.i5 ? op.i0 : 2 * op.i2 * op.i0), values(op.i5 ? 0 : op.i2 * op.i0), value_dim(op.i5 ? op.i5 : op.i0) {}
+};
+
 struct CachePages {
     const bf16* keys;     // of the first of some kv heads, in page 0
     int64_t token;        // elements from one token to the next
@@ -72,16 +81,24 @@ struct Partial {
     }
 };
 
-inline void finish(const Partial& partial, int64_t dim, bf16* out) {
-    const Floats scale = splat(1 / partial.weight_sum);
+// Weights of `scores` of a token without a value, relative to 2 to powers.
+inline Floats sink_weights(Floats scores, Floats powers) { return exp2(scores * splat(LOG2_E) - powers); }
+
+// `sink`: the score of one more token, whose value is 0, or null.
+inline void finish(const Partial& partial, int64_t dim, const float* sink, bf16* out) {
+    const float more = sink ? first_lane(sink_weights(splat(*sink), splat(partial.power))) : 0;
+    const Floats scale = splat(1 / (partial.weight_sum + more));
     for (int64_t d = 0; d < dim; d += TILE) store(out + d, load(partial.sums + d) * scale);
 }
+
+// Of an ATTENTION's head.
+inline const float* sink_of(const Op& op, int64_t head) { return op.c ? static_cast<const float*>(op.c) + head : nullptr; }
 
 // Pieces of rows of one query each: [row][piece][head of queries][sums, and 16 for the others].
 class Pieces {
   public:
     // There are none where a row has more queries.
-    Pieces(const Op& op, const Step& step, int64_t rows, Scratch<float>& memory) : heads_(op.i1), dim_(op.i0) {
+    Pieces(const Op& op, const Step& step, int64_t rows, Scratch<float>& memory) : heads_(op.i1), dim_(TokenLayout(op).value_dim) {
         for (int64_t row = 0; row < rows; row++) {
             const VisibleTokens seen(step, row);
             if (seen.count != 1) {

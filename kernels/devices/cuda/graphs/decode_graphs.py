@@ -119,6 +119,11 @@ class DecodeGraphs:
                 result.accepted.packed.zero_()
 
     @property
+    def states(self) -> Tensor | None:
+        """See ``CapturedPasses.states``."""
+        return self._buffers.states
+
+    @property
     def accept_outputs(self) -> dict[int, VerifyOutputs]:
         """As ``CapturedPasses.accept_outputs`` says."""
         if self._head is None or self._head.features is None:
@@ -134,15 +139,16 @@ class DecodeGraphs:
             if result.accepted is not None
         }
 
-    def run(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor | None:
-        """The result of ``forward`` for a batch of decodes or drafts; None if no graph fits.
+    def run(self, batch: ForwardBatch, plan: AttentionPlan, size: int = 0) -> Tensor | None:
+        """The result of ``forward`` for a batch of decodes or drafts; None if no graph fits. ``size``: rows that
+        the graph has at least.
 
         The next call overwrites the result.
         """
         assert plan.rows is not None
         rows = plan.rows
         count, max_count = len(rows.starts), int(rows.counts.max())
-        size = next((size for size in self.sizes if size >= count), 0)
+        size = next((each for each in self.sizes if each >= max(count, size)), 0)
         if not size or (size > count and not self._padded) or max_count > self._tokens:
             return None
         if (rows.decodes if self._header == 1 else rows.decodes + rows.verifies) < count:
@@ -154,7 +160,7 @@ class DecodeGraphs:
         places = buffers.places(rows, self._put)
         if places is not None:
             buffers.cache_index[:whole].copy_(buffers.null_slots[:whole])
-        buffers.fill(batch, places)
+        buffers.fill(batch, places, size * self._tokens)
         if self._header == 1:
             assert plan.decodes is not None
             given = plan.decodes.state

@@ -39,6 +39,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import copying
+from kernels.devices.cuda.matmul.low_rank_few import Extension
 from kernels.devices.cuda.matmul.scaled_residual import ROWS, Joining, Scaled
 
 __all__ = ["EightBitScales", "TmaSplit", "choose_split", "described", "multiply"]
@@ -94,6 +95,27 @@ def _rows_to(bar, weight, held, slot, row, at, outputs, more, gated: gl.constexp
 
 
 @gluon.jit
+def _extension_to(bar, up, low, held, values, slot, number, row, first, tokens, outputs, module, beside, read, more,
+                  block: gl.constexpr, gated: gl.constexpr):  # fmt: skip
+    """Request stage ``number`` of what follows the inputs. Of a gated product each stage is for one half of the rows,
+    and the other half is read beyond the last output: zeros."""
+    mbarrier.expect(bar, read, pred=more)
+    if gated:
+        half = number % 2
+        at = number // 2 * block
+        beyond = 2 * outputs
+        tma.async_copy_global_to_shared(up, [row + half * beyond, at], bar, held.index(2 * slot), pred=more)
+        other = beyond + row - half * outputs
+        tma.async_copy_global_to_shared(up, [other, at], bar, held.index(2 * slot + 1), pred=more)
+        line = (module + half * (beside - module)) * tokens + first
+        tma.async_copy_global_to_shared(low, [line, at], bar, values.index(slot), pred=more)
+    else:
+        at = number * block
+        tma.async_copy_global_to_shared(up, [row, at], bar, held.index(slot), pred=more)
+        tma.async_copy_global_to_shared(low, [module * tokens + first, at], bar, values.index(slot), pred=more)
+
+
+@gluon.jit
 def _factors(squares, first, tokens, inputs, eps, token_block: gl.constexpr, tiles: gl.constexpr,
              tile_block: gl.constexpr, warps: gl.constexpr):  # fmt: skip
     """The factor of each token's norm."""
@@ -119,6 +141,10 @@ def gemm_small_tma_kernel(
     squares,
     token_scales,
     row_scales,
+    low,
+    up,
+    reach,
+    ends,
     eps,
     tokens,
     outputs,
@@ -138,6 +164,7 @@ def gemm_small_tma_kernel(
     tile_block: gl.constexpr,
     adds: gl.constexpr,
     begins: gl.constexpr,
+    modules: gl.constexpr,
     pdl: gl.constexpr,
 ):
     """``rows`` outputs of ``token_block`` tokens a program. ``gated``: silu of the product is multiplied by that of the
@@ -146,6 +173,7 @@ def gemm_small_tma_kernel(
     from sums of squares ``before`` [tokens, tiles]. ``adds``: the product is added to ``out`` in place. ``begins``: the
     sum times ``gain`` is stored in ``scaled``, its sums of squares in ``squares``. ``bits``: of a number of ``x`` and
     of the ``weight``; with 8 ``token_scales`` [tokens] and ``row_scales`` [outputs], or twice as many, multiply sums.
+    ``modules``, if not 0: the products of ``low`` and ``up`` are added, as ``Extension`` says.
     """
     like: gl.constexpr = out.dtype.element_ty
     halves: gl.constexpr = 2 if gated else 1
@@ -177,11 +205,27 @@ def gemm_small_tma_kernel(
     output = row + gl.arange(0, rows, layout=gl.SliceLayout(1, beside))
     if begins:
         times = gl.load(gain + output, mask=output < outputs, other=0.0).to(gl.float32)
+    if modules > 0:
+        count = gl.maximum(count, 0)
+        module = 0
+        beside_module = 0
+        for earlier_module in gl.static_range(modules - 1):
+            end = gl.load(ends + earlier_module)
+            module += (row >= end).to(gl.int32)
+            beside_module += (outputs + row >= end).to(gl.int32)
     if pdl:
         gdc_wait()
     for stage in gl.static_range(stages):
         at = (begin + stage) * block
         tma.async_copy_global_to_shared(x, [first, at], bars.index(stage), values.index(stage), pred=stage < count)
+    more_stages = 0
+    if modules > 0:  # after the last of the inputs, which the last part has
+        more_stages = gl.load(reach) * halves * (split == splits - 1).to(gl.int32)
+        for stage in gl.static_range(stages):
+            _extension_to(
+                bars.index(stage), up, low, held, values, stage, stage - count, row, first, tokens, outputs, module,
+                beside_module, read, (stage >= count) & (stage < count + more_stages), block, gated,
+            )  # fmt: skip
     token = first + gl.arange(0, token_block, layout=gl.SliceLayout(0, beside))
     here = (token < tokens)[None, :] & (output < outputs)[:, None]
     result = token[None, :] * outputs + output[:, None]
@@ -195,7 +239,7 @@ def gemm_small_tma_kernel(
     nothing = gl.zeros([rows, token_block], gl.float32, mma)
     slot = 0
     turn = 0
-    for step in range(count):
+    for step in range(count + more_stages):
         bar = bars.index(slot)
         mbarrier.wait(bar, turn)
         value = values.index(slot).permute((1, 0))
@@ -222,6 +266,12 @@ def gemm_small_tma_kernel(
         mbarrier.expect(bar, read, pred=more)
         _rows_to(bar, weight, held, slot, row, at, outputs, more, gated)
         tma.async_copy_global_to_shared(x, [first, at], bar, values.index(slot), pred=more)
+        if modules > 0:
+            behind = step + stages - count
+            _extension_to(
+                bar, up, low, held, values, slot, behind, row, first, tokens, outputs, module, beside_module, read,
+                (behind >= 0) & (behind < more_stages), block, gated,
+            )  # fmt: skip
         slot += 1
         if slot == stages:
             slot = 0
@@ -335,13 +385,14 @@ def multiply(
     left: bool = False,
     joining: Joining | None = None,
     scales: EightBitScales | None = None,
+    extension: Extension | None = None,
 ) -> Tensor:
     """``x`` [tokens, inputs], its rows dense -> [tokens, outputs], or half as many. ``weight``: as ``described``.
     ``arrived``: of ``kernels.devices.cuda.matmul.gemm_small.counters``.
 
     ``left``, without a bias and not gated: returns the parts if there are several: float32 [parts, tokens, outputs], to
     be summed in order and rounded. ``joining``: the residual stream that the product is added to and that is returned.
-    ``scales``: of ``x`` and ``weight`` in e4m3.
+    ``scales``: of ``x`` and ``weight`` in e4m3. ``extension``: what adapters add, of 16 bits.
     """
     begun = x if isinstance(x, Scaled) else None
     if isinstance(x, Scaled):
@@ -376,6 +427,10 @@ def multiply(
         out if following is None else following.squares,
         out if scales is None else scales.tokens,
         out if scales is None else scales.rows,
+        out if extension is None else _describe(extension.low, token_block),
+        out if extension is None else _describe(extension.up, _ROWS),
+        out if extension is None else extension.steps,
+        out if extension is None else extension.ends,
         0.0 if begun is None else begun.norm.eps,
         len(x),
         outputs,
@@ -395,6 +450,7 @@ def multiply(
         0 if begun is None else triton.next_power_of_2(begun.squares.shape[1]),
         joining is not None,
         following is not None,
+        0 if extension is None else extension.modules,
         pdl,
         num_warps=_WARPS,
         launch_pdl=pdl,

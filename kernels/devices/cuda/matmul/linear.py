@@ -24,6 +24,7 @@ from kernels.devices.cuda.elementwise.norms import Before, CudaNorm
 from kernels.devices.cuda.launch import copying, has_gluon, overlapping
 from kernels.devices.cuda.matmul import gemm_small
 from kernels.devices.cuda.matmul.autotune import Choices, Shape, Way, in_a_row, spare
+from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta
 from kernels.devices.cuda.matmul.norm_then_linear import Fused
 from kernels.devices.cuda.matmul.scaled_residual import Joining, Scaled
 
@@ -204,19 +205,29 @@ class CudaLinear:
     """``x @ weight.T + bias`` with the weight as it is, [outputs, inputs]; sums in float32.
 
     ``gated``: ``silu(x @ gate.T) * (x @ up.T)``, the weight [2 * outputs, inputs] being gate | up, each with its bias.
-    ``choices``: measures the fastest product of a few tokens; without it, measurements on an H200 decide.
+    ``choices``: measures the fastest product of a few tokens; without it, measurements on an H200 decide. ``delta``:
+    what adapters add to the product, if the pass has some: then not the kernel for one token, but those for a few.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, choices: Choices | None = None, gated: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        choices: Choices | None = None,
+        gated: bool = False,
+        *,
+        delta: CudaLowRankDelta | None = None,
     ) -> None:
         self.weight = weight
         self.bias = bias
+        self._delta = delta
         self._gated, self._choices = gated, choices
         self._arrived = gemm_small.counters(weight)
         self._described: TensorDescriptor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.delta is not None:
+            return self._bulk(x) if self._bulks(x) else self._many(x)
         if one_token(x, self.weight):
             return _multiply(x, self.weight, self.bias, self._gated)
         if not 1 < len(x) <= gemm_small.MAX_TOKENS:
@@ -230,6 +241,11 @@ class CudaLinear:
         # cuBLAS kernels do not let the next kernel start early, which a trial of consecutive products shows only in
         # part: where it was about as fast, whole steps took 2 to 5 us more for each such product.
         return self._choices.run(self._tried(x), self._ways(x), lambda: self._trial(x), "bulk")
+
+    @property
+    def delta(self) -> CudaLowRankDelta | None:
+        """What adapters add to the product in this pass."""
+        return None if self._delta is None or self._delta.context.idle else self._delta
 
     def leaves(self, x: Tensor) -> bool:
         """Whether ``left`` supports these tokens."""
@@ -247,7 +263,7 @@ class CudaLinear:
 
     def into(self, x: Tensor, residual: Tensor, following: Norm | None) -> tuple[PendingResidual, Tensor] | None:
         """As ``kernels.devices.cuda.matmul.residual_linear.Joins``."""
-        if not one_token(x, self.weight):
+        if self.delta is not None or not one_token(x, self.weight):
             return self._few_into(x, residual, following) if len(x) < _SUMMED else self._many_into(x, residual)
         if not residual.is_contiguous() or residual.dtype != x.dtype:
             return None
@@ -257,6 +273,8 @@ class CudaLinear:
         """By cuBLAS with the sum: then the next norm reads and writes half as much, which determines its time."""
         if self._gated or self.bias is not None or not residual.is_contiguous() or residual.dtype != x.dtype:
             return None
+        if self.delta is not None:
+            self.delta(x, residual)
         return None, residual.addmm_(x, self.weight.t())
 
     def _few_into(self, x: Tensor, residual: Tensor, following: Norm | None) -> tuple[PendingResidual, Tensor] | None:
@@ -270,10 +288,12 @@ class CudaLinear:
 
     def _bulks(self, x: Tensor) -> bool:
         """Whether ``gemm_small_tma`` is the fastest known way to multiply these tokens."""
-        if not 1 < len(x) <= gemm_small.MAX_TOKENS or not _carried(x, self.weight):
+        if len(x) > gemm_small.MAX_TOKENS or not _carried(x, self.weight):
             return False
-        if self._choices is None:
-            return True
+        if self.delta is not None:
+            return self.delta.extends
+        if len(x) == 1 or self._choices is None:
+            return len(x) > 1
         return self._choices.name(self._tried(x), lambda: self._trial(x), "bulk") in (None, "bulk")
 
     def _tried(self, x: Tensor) -> Shape:
@@ -298,7 +318,7 @@ class CudaLinear:
 
     def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``: without an addition to the stream."""
-        if before.residual is not None or not one_token(x, self.weight):
+        if before.residual is not None or self.delta is not None or not one_token(x, self.weight):
             return {}
         return {"within": lambda: (_multiply(x, self.weight, self.bias, self._gated, before), x)}
 
@@ -315,8 +335,15 @@ class CudaLinear:
 
         if self._described is None:
             self._described = gemm_small_tma.described(self.weight)
-        return gemm_small_tma.multiply(x, self._described, self.bias, self._arrived, self._gated, left, joining)
+        extension = None if self.delta is None else self.delta.extension(x.rows if isinstance(x, Scaled) else x)
+        given = x, self._described, self.bias, self._arrived, self._gated, left
+        return gemm_small_tma.multiply(*given, joining=joining, extension=extension)
 
     def _many(self, x: Tensor) -> Tensor:
-        result = F.linear(x, self.weight, self.bias)
+        if self.delta is None:
+            result = F.linear(x, self.weight, self.bias)
+        elif self.bias is None:  # the product adds itself to what adapters add, which takes it no longer
+            result = self.delta.alone(x).addmm_(x, self.weight.t())
+        else:
+            result = self.delta(x, F.linear(x, self.weight, self.bias))
         return swiglu(result) if self._gated else result

@@ -18,13 +18,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.core.layer_context import LayerContext
 from kernels.devices.cuda.launch import overlapping
+from kernels.devices.cuda.matmul import low_rank_few
+from kernels.devices.cuda.matmul.low_rank_few import Extension
 from kernels.devices.low_rank import LowRankDelta
 
-__all__ = ["CudaLowRankDelta", "add_low_rank"]
+__all__ = ["CudaLowRankDelta", "add_low_rank", "make_up"]
 
 _BLOCK: Final = 128  # inputs of a step, and outputs of a program
 _SPLIT: Final = 512  # inputs of a program, where there are so few rows that they do not fill the device
 _MAX_SPLITS: Final = 16
+_INVARIANT_SPLITS: Final = 4  # of any number of rows
 _FEW: Final = 256  # rows
 _MAX_RANK: Final = 128  # of a program: more does not fit shared memory in float32
 
@@ -81,7 +84,9 @@ def low_rank_up_kernel(
     out,
     rows,
     stride,
-    outputs,
+    lines_apart,
+    outputs_apart,
+    places_apart,
     modules,
     most,
     splits: tl.constexpr,
@@ -89,11 +94,12 @@ def low_rank_up_kernel(
     row_block: tl.constexpr,
     rank_block: tl.constexpr,
     block: tl.constexpr,
+    adds: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Adds to ``out`` [rows, outputs], whose rows are ``stride`` apart, the sum of ``low``'s splits times ``up``
     [places, rank, outputs]. ``tiles`` int32 [tiles, 3]: a tile's first column, the end of its module's, the module.
-    ``most``: the last place."""
+    ``most``: the last place. Not ``adds``: overwrites ``out``, with zeros where there is no adapter."""
     tile = tiles + tl.program_id(1) * 3
     column = tl.load(tile) + tl.arange(0, block)
     here = column < tl.load(tile + 1)
@@ -104,9 +110,11 @@ def low_rank_up_kernel(
         gdc_launch_dependents()
         gdc_wait()
     place = tl.load(places + row, mask=row < rows, other=0)
+    target = out + row[:, None].to(tl.int64) * stride + column[None, :]
     if tl.max(place, 0) > 0:
         total = tl.zeros([row_block, block], tl.float32)
-        for number in range(1, most + 1):
+        first = tl.min(tl.where(place > 0, place, most), 0).to(tl.int32)
+        for number in range(first, tl.max(place, 0).to(tl.int32) + 1):
             own = place == number
             if tl.max(own.to(tl.int32), 0) > 0:
                 for begin in range(0, rank, rank_block):
@@ -118,43 +126,106 @@ def low_rank_up_kernel(
                         left += tl.load(
                             low + part * rows.to(tl.int64) * (modules * rank) + there, mask=known, other=0.0
                         )
-                    lines = (number * rank + begin + at[:, None]).to(tl.int64) * outputs
-                    right = tl.load(up + lines + column[None, :], mask=inside[:, None] & here[None, :], other=0.0)
+                    lines = number * places_apart + (begin + at[:, None]).to(tl.int64) * lines_apart
+                    right = tl.load(
+                        up + lines + column[None, :].to(tl.int64) * outputs_apart,
+                        mask=inside[:, None] & here[None, :],
+                        other=0.0,
+                    )
                     total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
-        target = out + row[:, None].to(tl.int64) * stride + column[None, :]
         known = (place > 0)[:, None] & here[None, :]
-        total += tl.load(target, mask=known, other=0.0).to(tl.float32)
+        if adds:
+            total += tl.load(target, mask=known, other=0.0).to(tl.float32)
+        else:
+            known = (row < rows)[:, None] & here[None, :]
         tl.store(target, total.to(out.dtype.element_ty), mask=known)
+    elif not adds:
+        nothing = tl.zeros([row_block, block], out.dtype.element_ty)
+        tl.store(target, nothing, mask=(row < rows)[:, None] & here[None, :])
 
 
 class CudaLowRankDelta(LowRankDelta):
-    """``LowRankDelta`` by kernels that read the matrices of each adapter in use once for up to 64 rows."""
+    """``LowRankDelta`` by kernels that read the matrices of each adapter in use once for up to 64 rows. ``up`` as
+    ``make_up`` lays it out. ``invariant``: what a row gets does not depend, bit by bit, on the other rows."""
 
-    def __init__(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int], *, invariant: bool = False
+    ) -> None:
         super().__init__(context, down, up, sizes)
+        self._invariant = invariant
         tiles = [
             (column, end, module)
             for module, (begin, end) in enumerate(self.columns)
             for column in range(begin, end, _BLOCK)
         ]
         self._tiles = torch.tensor(tiles, dtype=torch.int32, device=down.device)
+        self._ends = torch.tensor([end for _, end in self.columns], dtype=torch.int32, device=down.device)
+        self._arrived = low_rank_few.counters(down)
 
     def __call__(self, x: Tensor, outputs: Tensor) -> Tensor:
         """``x`` [rows, inputs], ``outputs`` [rows, outputs], which is overwritten and returned."""
-        return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs)
+        if self.context.idle:
+            return outputs
+        return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs, invariant=self._invariant)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """What is added, [rows, outputs], for a product that adds itself to it."""
+        outputs = x.new_empty((len(x), self.up.shape[2]))
+        return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs, adds=False)
+
+    @property
+    def extends(self) -> bool:
+        """Whether ``extension`` supports the layer: its kernel takes 64 outputs, and 16 bytes, at a time."""
+        whole = all(end % low_rank_few.OUTPUTS == 0 for _, end in self.columns)
+        return whole and self.rank % 8 == 0 and self.down.shape[2] % 8 == 0
+
+    def extension(self, x: Tensor) -> Extension:
+        """For the kernel of a product of up to 64 tokens ``x`` [tokens, inputs], which is launched next."""
+        low, steps = low_rank_few.shrink(x, self.context.rows, self.down, self.rank, self._arrived)
+        return Extension(low, _by_outputs(self.up)[:, self.rank :], steps, self._ends, len(self.columns))
 
 
-def add_low_rank(x: Tensor, places: Tensor, down: Tensor, up: Tensor, tiles: Tensor, outputs: Tensor) -> Tensor:
-    """``LowRankDelta`` of rows whose ``places`` are given, int64 [rows]; ``tiles``: see ``low_rank_up_kernel``."""
+def make_up(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [layers, places, rank, outputs]: an output's numbers of all places are contiguous, and begin at multiples
+    of 16 bytes."""
+    layers, places, rank, outputs = shape
+    width = triton.cdiv(places * rank, 8) * 8
+    held = torch.zeros(layers, outputs, width, dtype=dtype, device=device)
+    return held.as_strided(shape, (outputs * width, rank, 1, width))
+
+
+def _by_outputs(up: Tensor) -> Tensor:
+    """[outputs, places * rank] of what ``make_up`` made."""
+    places, rank, outputs = up.shape
+    return up.as_strided((outputs, places * rank), (up.stride(2), 1))
+
+
+def add_low_rank(
+    x: Tensor,
+    places: Tensor,
+    down: Tensor,
+    up: Tensor,
+    tiles: Tensor,
+    outputs: Tensor,
+    *,
+    adds: bool = True,
+    invariant: bool = False,
+) -> Tensor:
+    """``LowRankDelta`` of rows whose ``places`` are given, int64 [rows]; ``tiles``: see ``low_rank_up_kernel``. Not
+    ``adds``: overwrites ``outputs``. ``invariant``: sums are divided alike for any number of rows. Other places add
+    zeros to the sums of a row."""
     rows, inputs = x.shape
     most, rank, modules = len(down) - 1, up.shape[1], down.shape[1] // up.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
-    splits = min(_MAX_SPLITS, triton.cdiv(inputs, _SPLIT)) if rows <= _FEW else 1
+    most_splits = _INVARIANT_SPLITS if invariant else _MAX_SPLITS if rows <= _FEW else 1
+    splits = min(most_splits, triton.cdiv(inputs, _SPLIT))
     split = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK) * _BLOCK
     low = torch.empty((splits, rows, modules * rank), dtype=torch.float32, device=x.device)
     rank_block = min(max(16, triton.next_power_of_2(rank)), _MAX_RANK)
     chunks = triton.cdiv(rank, rank_block)
-    row_block = min(max(16, 4096 // rank_block), 64, max(16, triton.next_power_of_2(rows)))
+    row_block = min(max(16, 4096 // rank_block), 64)
+    if not invariant:
+        row_block = min(row_block, max(16, triton.next_power_of_2(rows)))
     blocks, pdl, warps = (
         triton.cdiv(rows, row_block),
         overlapping(x.device),
@@ -165,7 +236,7 @@ def add_low_rank(x: Tensor, places: Tensor, down: Tensor, up: Tensor, tiles: Ten
         modules, rank, row_block, rank_block, chunks, _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     low_rank_up_kernel[(blocks, len(tiles))](
-        low, places, up, tiles, outputs, rows, outputs.stride(0), up.shape[2], modules, most,
-        splits, rank, row_block, min(32, rank_block), _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
+        low, places, up, tiles, outputs, rows, outputs.stride(0), up.stride(1), up.stride(2), up.stride(0), modules,
+        most, splits, rank, row_block, min(32, rank_block), _BLOCK, adds, pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return outputs

@@ -195,7 +195,7 @@ class CudaQkvProjection(QkvProjection[Any]):
         self, x: PendingResidual, residual: Tensor, epilogue: RopeCacheEpilogue
     ) -> tuple[Tensor, Tensor] | None:
         projection, linear = self.projection, self.projection.linear
-        if isinstance(linear, CudaLinear) and one_token(residual, linear.weight):
+        if isinstance(linear, CudaLinear) and linear.delta is None and one_token(residual, linear.weight):
             if x is None and isinstance(projection, CudaNormThenLinear):
                 return project(residual, linear.weight, linear.bias, epilogue, projection.before(None)), residual
             normed, total = norm_of_sum(projection.norm, x, residual)

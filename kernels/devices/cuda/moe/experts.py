@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.core.operators import Linear
 from kernels.devices.cuda.elementwise.activation import clamped_swiglu, swiglu
 from kernels.devices.cuda.launch import attempted, has_gluon, has_large_shared_memory
-from kernels.devices.cuda.moe.routing import RoutedPairs, choose_experts, route, sum_experts
+from kernels.devices.cuda.moe.routing import RoutedPairs, choose_experts, route, route_places, sum_experts
 from kernels.devices.experts import (
     ClampedGate,
     ExpertInputs,
@@ -273,12 +273,26 @@ class CudaExperts(StackedExperts[_Stack]):
         tall, group = (isinstance(narrow[0], Fp8Weight) and narrow[0].block) or (1, 0)
         return _Stack(values, scales, None, 8, group, tall, before)
 
+    def weights(self, number: int) -> list[Tensor]:
+        result: list[Tensor | None] = [self._gate_up_bias, self._down_bias]
+        for stack in (self.gate_up, self.down):
+            result += [stack.values, stack.scales, stack.zeros]
+            if stack.before is not None:
+                result += [stack.before.orders, stack.before.clips]
+        return [tensor[number] for tensor in result if tensor is not None]
+
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_few(x):
             result = attempted(self._few, x)
             if result is not None:
                 return result
-        routed, chosen = route(self.router(x), self.routing), self.routing.chosen
+        return self._run(x, route(self.router(x), self.routing))
+
+    def run_places(self, x: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        return self._run(x, route_places(weights, places, self.routing, self.count))
+
+    def _run(self, x: Tensor, routed: RoutedPairs) -> Tensor:
+        chosen = self.routing.chosen
         rows, each, weights = x.contiguous(), chosen, routed.weights
         if self.gate_up.before is not None or self.routing.on_inputs:
             rows, each = x.repeat_interleave(chosen, 0), 1

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.devices.cuda.launch import is_precompiling
-from kernels.devices.experts import EPSILON, Routing, choose
+from kernels.devices.experts import EPSILON, Routing, choose_places
 
 __all__ = ["RoutedPairs", "choose_experts", "route", "sum_experts"]
 
@@ -41,6 +41,7 @@ class RoutedPairs:
 def route_kernel(
     logits,
     correction,
+    dispatch,
     weights,
     chosen_experts,
     stride,
@@ -57,11 +58,13 @@ def route_kernel(
     top_groups: tl.constexpr,
     pair_sum: tl.constexpr,
     epsilon: tl.constexpr,
-    first: tl.constexpr,
+    rows: tl.constexpr,
+    start: tl.constexpr,
     local: tl.constexpr,
 ):
-    """One token. ``block``: a power of two from ``count`` on. Experts are numbered from ``first`` on, and all but the
-    ``local`` ones that follow are ``local``."""
+    """One token. ``block``: a power of two from ``count`` on. ``dispatch`` int32 [rows, count]: the places of experts,
+    if there are ``rows``. With ``local`` those are numbered from ``start`` on, and all but the ``local`` ones that
+    follow are ``local``."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
     there = expert < count
@@ -106,8 +109,10 @@ def route_kernel(
     if normalized:
         weight = weight / (tl.sum(weight, 0) + epsilon)
     weight = tl.where(nonfinite, float("nan"), weight * scale)
-    if local < count:
-        result = tl.where((result >= first) & (result < first + local), result - first, local)
+    if rows > 0:
+        result = tl.load(dispatch + (token % rows) * count + result, mask=place < chosen, other=0)
+    if local > 0:
+        result = tl.where((result >= start) & (result < start + local), result - start, local)
     tl.store(weights + token * chosen + place, weight, mask=place < chosen)
     tl.store(chosen_experts + token * chosen + place, result, mask=place < chosen)
 
@@ -157,25 +162,36 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
     return _ordered(*choose_experts(logits, routing), count, logits.shape[1])
 
 
+def route_places(weights: Tensor, places: Tensor, routing: Routing, count: int) -> RoutedPairs:
+    """``route`` of pairs whose experts are chosen: ``weights`` float32, ``places`` int32 [tokens, chosen]. ``count``:
+    experts here."""
+    local = routing.local or range(count)
+    here = (places >= local.start) & (places < local.stop)
+    experts = torch.where(here, places - local.start, count).to(torch.int32)
+    known = count if routing.local is None else count + 1
+    return _ordered(weights.contiguous(), experts.contiguous(), known, count * routing.parts)
+
+
 def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """``choose`` with experts in int32; with ``Routing.local`` numbered from the first of these on, and those elsewhere
-    with their number."""
+    """``choose_places`` in int32; with ``Routing.local`` numbered from the first of these on, and those elsewhere with
+    their number."""
     tokens, count = logits.shape
     chosen, correction = routing.chosen, routing.correction
     if routing.scores == "mixer":
-        weights, found = choose(logits, routing)
+        weights, found = choose_places(logits, routing)
         if routing.local is not None:
             here = (found >= routing.local.start) & (found < routing.local.stop)
             found = torch.where(here, found - routing.local.start, len(routing.local))
         return weights, found.to(torch.int32)
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
-    local = routing.local or range(count)
+    local, dispatch = routing.local or range(0), routing.dispatch
     # While kernels are compiled, and not launched, torch must not count experts that nothing has chosen.
     allocate = torch.zeros if is_precompiling() else torch.empty
     experts = allocate((tokens, chosen), dtype=torch.int32, device=logits.device)
     route_kernel[(tokens,)](
         logits,
         logits if correction is None else correction,
+        weights if dispatch is None else dispatch.table,
         weights,
         experts,
         logits.stride(0),
@@ -192,6 +208,7 @@ def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         routing.top_groups,
         routing.pair_sum,
         EPSILON,
+        0 if dispatch is None else len(dispatch.table),
         local.start,
         len(local),
         num_warps=4 if routing.groups > 1 else 1,

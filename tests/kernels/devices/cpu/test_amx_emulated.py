@@ -29,6 +29,7 @@ FILES = (
 
 
 @pytest.mark.long
+@pytest.mark.lane
 @pytest.mark.skipif(chosen_isa() != CpuIsa.AVX512, reason="AMX is emulated where the level is avx512")
 def test_tests_of_native_operators_pass_with_emulated_amx() -> None:
     require_native()

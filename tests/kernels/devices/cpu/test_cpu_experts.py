@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from kernels.contract.expert_placement import dispatch_table
 from kernels.devices.cpu.capture import CpuCapture
-from kernels.devices.experts import ClampedGate, ExpertWeights, Routing
+from kernels.devices.experts import ClampedGate, Dispatch, ExpertWeights, Routing
 from kernels.weights.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, quantize_fp8, quantize_int8
@@ -106,7 +109,8 @@ def layer_of(platform, kind, normalized=True, biased=False, gate=None, only=slic
             ExpertWeights(form(random(2 * INNER, HIDDEN)), biases[0], form(random(HIDDEN, INNER)), biases[1])
         )
     router, chosen = random(COUNT, HIDDEN), Routing(CHOSEN, normalized, **routing)
-    return platform.experts.make(router, None, experts[only], chosen, gate)
+    some = experts[only] if isinstance(only, slice) else [experts[number] for number in only]
+    return platform.experts.make(router, None, some, chosen, gate)
 
 
 def tokens_of(layer, count):
@@ -147,7 +151,7 @@ def test_all_tokens_may_take_the_same_experts(kind, platform):
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_experts_chosen_by_torch_run_in_one_operator(scores, platform, monkeypatch):
+def test_corrected_and_scaled_experts_run_in_one_operator(scores, platform, monkeypatch):
     correction = torch.linspace(-0.2, 0.2, COUNT)
     layer = layer_of(platform, "floats", False, scores=scores, scale=2.5, correction=correction)
     x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1)).to(BF16)
@@ -155,6 +159,52 @@ def test_experts_chosen_by_torch_run_in_one_operator(scores, platform, monkeypat
     monkeypatch.setattr(layer.in_turn, "experts", ())
     for count in (1, 40):
         assert (layer(x[:count]) - expected[:count]).float().norm() < 2e-3 * expected[:count].float().norm()
+
+
+def first_of_equals(tensor, count, dim):
+    """torch's topk, which leaves open which of equals are taken."""
+    values, indices = torch.sort(tensor, dim=dim, descending=True, stable=True)
+    return SimpleNamespace(values=values.narrow(dim, 0, count), indices=indices.narrow(dim, 0, count))
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "pair_sum"), [(1, False), (2, True), (3, True), (4, False), (6, True)])
+def test_the_native_choice_is_the_reference_s(groups, pair_sum, scores, platform, monkeypatch):
+    """For random, tied and equal scores, and where all but two experts, or groups, have none."""
+    monkeypatch.setattr(torch.Tensor, "topk", first_of_equals)
+    random = torch.Generator().manual_seed(groups)
+    count = 12
+    weights = [torch.randn(count, *shape, generator=random) / 8 for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
+    experts = [ExpertWeights(up.to(BF16), None, down.to(BF16), None) for up, down in zip(*weights, strict=True)]
+    router = (torch.randn(count, HIDDEN, generator=random) / 16).to(BF16)
+    lowest = torch.full((count,), -torch.inf)
+    lowest[[1, 7]] = 0.0
+    corrections = (torch.linspace(-0.2, 0.3, count), torch.zeros(count), None)
+    x = torch.randn(21, HIDDEN, generator=random).to(BF16)
+    for rows, bias in ((router, None), (router[:1].expand(count, -1), None), (router[torch.arange(count) // 3], None)):
+        for correction in (*corrections, lowest):
+            routing = Routing(
+                3, correction is not None, scores, groups, -(-groups // 2), pair_sum, 2.5, correction=correction
+            )
+            layer = platform.experts.make(rows.contiguous(), bias, experts, routing)
+            expected = layer.in_turn(x)
+            with monkeypatch.context() as native:
+                native.setattr(layer, "in_turn", SimpleNamespace(routing=routing))
+                found = layer(x)
+                assert torch.equal(layer(x[4:5]), found[4:5])  # whatever the rows beside it
+            assert (found - expected).float().norm() < 2e-3 * expected.float().norm()
+    biased = platform.experts.make(router, lowest, experts, Routing(2, True, scores, scale=1.5))
+    assert (biased(x) - biased.in_turn(x)).float().norm() < 2e-3 * biased.in_turn(x).float().norm()
+
+
+def test_a_row_without_numbers_leaves_the_native_choice_of_others(platform):
+    layer = layer_of(platform, "floats", scores="sigmoid", groups=3, top_groups=2)
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).to(BF16)
+    expected = layer(x)
+    x[2, 5] = torch.nan
+    found = layer(x)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
 
 
 @pytest.mark.parametrize("kind", ["floats", "4 bits"])
@@ -252,6 +302,25 @@ def test_experts_elsewhere_add_nothing_and_are_not_there(kind, scores, platform)
         layer = layer_of(platform, kind, scores=scores, local=local, only=slice(local.start, local.stop))
         parts.append(layer)
     for count in (1, 5, 40):
+        x = tokens_of(whole, count)
+        expected, found = whole(x), sum(layer(x).float() for layer in parts)
+        assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+        in_turn = sum(layer.in_turn(x).float() for layer in parts)
+        assert (in_turn - expected).float().norm() < 2e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("algorithm", ["static", "dynamic"])
+def test_copies_of_experts_in_places_add_up_to_the_whole(scores, algorithm, platform):
+    whole = layer_of(platform, "floats", scores=scores)
+    places = np.array([8, 7, 6, 5, 4, 3, 2, 1, 0, 3, 4, 4])
+    table = torch.from_numpy(dispatch_table(places, COUNT, 2, algorithm))
+    dispatch, parts = Dispatch(torch.full_like(table, 11), len(places)), []
+    for local in (range(6), range(6, 12)):
+        only = places[local.start : local.stop].tolist()
+        parts.append(layer_of(platform, "floats", scores=scores, local=local, dispatch=dispatch, only=only))
+    dispatch.table.copy_(table)
+    for count in (1, 5, 70):
         x = tokens_of(whole, count)
         expected, found = whole(x), sum(layer(x).float() for layer in parts)
         assert (found - expected).float().norm() < 1e-2 * expected.float().norm()

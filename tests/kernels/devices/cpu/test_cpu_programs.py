@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from app.understudy.drafts import DRAFTS, draft_path
 from kernels.contract.speculation import SpeculativeSettings
@@ -17,9 +15,10 @@ from kernels.devices.capture import CaptureRequest
 from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.native import library
+from kernels.devices.cpu.native_experts import NativeChoice
 from kernels.devices.cpu.program import Program
 from kernels.execution.executors.native_decode import NativeDecode
-from tests.kits.declared import shapes_of
+from tests.kits.declared import made_up_model
 from tests.kits.native import compiled, needs_native
 from tests.kits.speculation.captures import decoder
 from tests.kits.speculation.paged import Paged
@@ -39,7 +38,7 @@ CONFIG = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
@@ -48,18 +47,60 @@ CONFIG = {
 ALL = SlotSampling(temperature=0.0, logprobs=211)
 
 
+SINKS = CONFIG | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "sliding_window": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+
+LATENT = CONFIG | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 6,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+
+SIGMOID_GROUPS = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+
+GLM = (
+    CONFIG
+    | SIGMOID_GROUPS
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "head_dim": 64,
+    }
+)
+
+LATENT_V3 = LATENT | SIGMOID_GROUPS | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+
+
 @pytest.fixture
 def model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    generator = torch.Generator().manual_seed(1)
-    save_file(
-        {
-            name: torch.randn(shape, generator=generator).mul_(0.3).add_(len(shape) == 1).to(BF16)
-            for name, shape in shapes_of(tmp_path).items()
-        },
-        tmp_path / "model.safetensors",
-    )
-    return tmp_path
+    return made_up_model(tmp_path, CONFIG, 0.3)
 
 
 def scored(driver, prompts):
@@ -77,8 +118,26 @@ def scored(driver, prompts):
     return np.concatenate(found), programs
 
 
-def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypatch):
-    texts = prompts(40, 5)
+def test_a_program_chooses_experts_by_groups_as_torch_does(tmp_path, drive, prompts, monkeypatch):
+    model, texts = made_up_model(tmp_path, GLM, 0.1), prompts(40, 5)
+    driver = drive(model, dtype="bfloat16")
+    found, programs = scored(driver, texts)
+    assert programs == [1, 2, 2, 1, 2]
+    monkeypatch.setattr(NativeChoice, "fits", lambda routing: False)
+    chosen_by_torch = drive(model, dtype="bfloat16")
+    one_by_one, programs = scored(chosen_by_torch, texts)
+    assert programs == [0] * 5
+    assert chosen_by_torch.tokens == driver.tokens
+    np.testing.assert_allclose(found, one_by_one, atol=0.05)
+    monkeypatch.setattr("kernels.devices.cpu.native_operators.open_library", lambda source: None)
+    plain = drive(model, dtype="bfloat16")
+    scored(plain, texts)
+    assert plain.tokens == driver.tokens
+
+
+@pytest.mark.parametrize("config", [CONFIG, SINKS], ids=["qwen3", "gpt-oss"])
+def test_a_program_computes_what_the_model_does(config, tmp_path, drive, prompts, monkeypatch):
+    model, texts = made_up_model(tmp_path, config, 0.3), prompts(40, 5)
     found, programs = scored(drive(model, dtype="bfloat16"), texts)
     assert programs == [1, 2, 2, 1, 2]  # prompts run in one, too
     monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)
@@ -89,6 +148,76 @@ def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypat
     expected, _ = scored(drive(model, dtype="bfloat16"), texts)
     likely = expected > -8
     assert np.abs(found - expected)[likely].max() < 0.4
+
+
+def test_a_program_chooses_behind_latent_vectors_as_torch_does(tmp_path, drive, prompts, monkeypatch):
+    model, texts = made_up_model(tmp_path, LATENT_V3, 0.1), prompts(40, 5)
+    driver, exact = drive(model, dtype="bfloat16"), drive(model)  # which is plain torch in float32
+    found, programs = scored(driver, texts)
+    assert programs == [1, 2, 2, 1, 2]
+    scored(exact, texts)
+    assert driver.tokens == exact.tokens
+    monkeypatch.setattr(NativeChoice, "fits", lambda routing: False)
+    chosen_by_torch, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [0] * 5
+    np.testing.assert_array_equal(found, chosen_by_torch)
+
+
+@pytest.mark.parametrize(("config", "scale"), [(LATENT, 0.1), (LATENT_V3, 0.05)], ids=["deepseek-v2", "deepseek-v3"])
+def test_a_program_attends_to_latent_vectors_as_torch_does(config, scale, tmp_path, drive, prompts, monkeypatch):
+    model, texts = made_up_model(tmp_path, config, scale), prompts(40, 5)
+    driver = drive(model, dtype="bfloat16")
+    found, programs = scored(driver, texts)
+    assert programs == [1, 2, 2, 1, 2]
+    monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)
+    one_by_one, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [0] * 5
+    np.testing.assert_array_equal(found, one_by_one)
+    monkeypatch.setattr("kernels.devices.cpu.native_operators.open_library", lambda source: None)
+    plain = drive(model, dtype="bfloat16")
+    expected, _ = scored(plain, texts)
+    assert driver.tokens == plain.tokens
+    np.testing.assert_allclose(found, expected, atol=0.1)
+
+
+def test_prompts_of_more_than_256_tokens_run_outside_of_programs(model, drive, prompts):
+    (text,) = prompts(256 + 257)
+    driver = drive(model, dtype="bfloat16")
+    driver.admit(1, text)
+    assert [driver.step([(1, count)]).timing.graph_rows for count in (256, 257, 1)] == [1, 0, 1]
+
+
+def test_long_prompts_over_latent_vectors_run_outside_of_programs(tmp_path, drive, prompts):
+    model, texts = made_up_model(tmp_path, LATENT, 0.1), prompts(60, 5)
+    driver, exact = drive(model, dtype="bfloat16"), drive(model)
+    ran = []
+    for one in (driver, exact):
+        for slot, prompt in enumerate(texts, 1):
+            one.admit(slot, prompt)
+        first = one.step([(2, 5), (1, 60)])
+        ran.append((first.timing.graph_rows, one.step([(1, 1), (2, 1)]).timing.graph_rows))
+    assert ran == [(0, 2), (0, 0)]
+    assert driver.tokens == exact.tokens
+
+
+def test_programs_verify_drafts_over_latent_vectors(tmp_path, drive, prompts):
+    model, (text,) = made_up_model(tmp_path, LATENT, 0.1), prompts(30)
+    plain = drive(model, dtype="bfloat16")
+    plain.admit(1, text)
+    plain.step([(1, 30)])
+    while len(plain.tokens[1]) < 60:
+        plain.step([(1, 1)])
+    driver = drive(model, dtype="bfloat16", speculation=SpeculativeSettings("NGRAM", num_draft_tokens=6))
+    driver.admit(2, plain.tokens[1][30:])  # whose suffixes are drafts
+    driver.step([(2, len(plain.tokens[1]) - 30)])
+    driver.admit(1, text)
+    driver.step([(1, 30)])
+    steps = 0
+    while len(driver.tokens[1]) < 60:
+        driver.step([(1, 1)], drafts={1: 5})
+        steps += 1
+    assert driver.tokens[1][:60] == plain.tokens[1][:60]
+    assert steps < 20
 
 
 def test_a_model_with_one_copy_of_a_tied_weight_computes_the_same(model, drive, prompts, monkeypatch):

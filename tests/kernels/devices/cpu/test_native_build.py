@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 
 import pytest
 
@@ -31,6 +33,19 @@ def test_a_second_process_waits_for_the_build_of_the_first(monkeypatch, tmp_path
     assert library.start_build().poll() == 0  # there it is
 
 
+def test_a_build_beside_other_work_leaves_the_library_alone(monkeypatch, tmp_path):
+    """By the real compiler, of a small source."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    main = tmp_path / "main.cpp"
+    main.write_text('extern "C" int answer = 42;\n')
+    source = library.Source(main, library.operators().flags, "cpu-little")
+    assert library.built(source) is None
+    library.start_build(source).wait()
+    path = library.built(source)
+    assert ctypes.c_int.in_dll(ctypes.CDLL(path), "answer").value == 42
+    assert os.listdir(path.parent) == [path.name]
+
+
 def test_nothing_is_compiled_where_it_cannot_run(tiny_model, drive, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TROUPE_CPU_ISA", str(CpuIsa.TORCH))
@@ -44,6 +59,15 @@ def test_without_a_compiler_it_runs_without(monkeypatch, tmp_path):
     assert library.start_build() is None
     with pytest.raises(library.BuildError, match="install one of"):
         library.build()
+
+
+@pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="needs a C++ compiler")
+def test_the_log_says_why_nothing_can_be_compiled(monkeypatch, tmp_path, caplog):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file / "cache"))
+    assert library.start_build() is None
+    assert f"slower ones run: [Errno 20] Not a directory: '{file}/cache'; set XDG_CACHE_HOME" in caplog.text
 
 
 def test_a_user_without_a_home_runs_without(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.devices.cpu.device import CpuDevice
+from kernels.devices.cpu.matmul import HeadWeights
 from kernels.weights.quantization.weights import quantize_int8
 from tests.kits.native import compiled, needs_native, platform
 
@@ -31,6 +32,30 @@ def test_products_are_those_of_float64_but_for_rounding(inputs: int, outputs: in
         found = linear(x[:rows])
         assert bool(((found.double() - exact[:rows]).abs() <= exact[:rows].abs() * 2**-8 + noise[:rows]).all()), rows
         assert torch.equal(found.view(torch.int16), whole[:rows].view(torch.int16)), rows
+
+
+@pytest.mark.parametrize(
+    ("heads", "inputs", "outputs", "behind"), [(16, 128, 512, 64), (3, 32, 96, 32), (1, 512, 80, 0)]
+)
+def test_products_of_heads_are_those_of_float64(
+    heads: int, inputs: int, outputs: int, behind: int, platform: CpuDevice
+) -> None:
+    """And the same bits whatever rows are beside a row; what is behind the inputs is copied."""
+    native, generator = platform.native.current, torch.Generator().manual_seed(inputs)
+    assert native is not None
+    x = torch.randn(max(ROWS), heads, inputs + behind, generator=generator).bfloat16()
+    weights = torch.randn(heads, outputs, inputs, generator=generator).bfloat16()
+    packed = HeadWeights(native, weights)
+    given, wide = x[..., :inputs].double(), weights.double().transpose(1, 2)
+    exact = (given.transpose(0, 1) @ wide).transpose(0, 1)
+    noise = (given.abs().transpose(0, 1) @ wide.abs()).transpose(0, 1) * 2**-19  # sums in float32
+    whole = native.multiply_heads(x, packed, behind)
+    for rows in ROWS:
+        found = native.multiply_heads(x[:rows], packed, behind)
+        off = (found[..., :outputs].double() - exact[:rows]).abs()
+        assert bool((off <= exact[:rows].abs() * 2**-8 + noise[:rows]).all()), rows
+        assert torch.equal(found.view(torch.int16), whole[:rows].view(torch.int16)), rows
+        assert torch.equal(found[..., outputs:], x[:rows, :, inputs:]), rows
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 80), (320, 96), (1024, 1120)])

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
 from kernels.core.tree import tree_of
 from kernels.devices.cpu.cache import CpuCache
 from kernels.devices.cpu.cache_8bit import Pages8bit
 from kernels.devices.cpu.device import CpuDevice
+from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_cache import write_latent
+from kernels.devices.row_attention import CapAndSinks
 from kernels.weights.quantization.cache import CACHE_DTYPES, LayerScales, max_value
 from tests.kits.float64 import BF16, assert_near, bits, device, numbers, proof
 from tests.kits.verifying import tree_parents
@@ -110,13 +114,18 @@ def cache_of(device: CpuDevice, shape: tuple[int, int, int, int], name: str, sca
     return cache
 
 
-def attended(queries: Tensor, kept: Tensor, seen: Tensor, scale: float, slip: float) -> tuple[Tensor, Tensor]:
-    """Of ``queries`` [queries, heads, dim], ``kept`` [tokens, 2, kv_heads, dim] and ``seen`` [queries, tokens]: the
-    values that are found [queries, heads * dim], and how far they may be off if each product of a score is wrong by
-    ``slip`` of itself."""
+def attended(
+    queries: Tensor, kept: Tensor, seen: Tensor, scale: float, slip: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of ``queries`` [queries, heads, dim], ``kept`` [tokens, 2, kv_heads, dim], ``seen`` [queries, tokens] and
+    ``sinks`` [heads]: the values that are found [queries, heads * dim], and how far they may be off if each product of
+    a score is wrong by ``slip`` of itself."""
     keys, values = kept.double().repeat_interleave(queries.shape[1] // kept.shape[2], 2).unbind(1)
     wide, hidden = queries.double() * scale, ~seen[:, None]
-    weights = torch.einsum("qhd,thd->qht", wide, keys).masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = torch.einsum("qhd,thd->qht", wide, keys).masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(1, -1, 1).expand(len(scores), -1, 1)), 2)
+    weights = scores.softmax(-1)[..., : len(kept)]
     wrong = torch.einsum("qhd,thd->qht", wide.abs(), keys.abs()).masked_fill(hidden, 0).amax(2) * slip
     found = torch.einsum("qht,thd->qhd", weights, values)
     # A wrong score changes a weight by a factor, and so it does the sum of all.
@@ -156,8 +165,20 @@ def test_attention_is_that_of_float64(name: str, device: CpuDevice, data: st.Dat
         device.cache.write(cache, places, numbers(generator, len(places), 2 * kv_heads, dim))
     queries = numbers(generator, sum(one.count for one in step.sequences), heads, dim) * steep
     scale = dim**-0.5
-    plan = device.attention.plan(step.rows, window)
-    found = device.attention.attend(queries.clone(), cache, plan, scale)
+    sinks = None
+    if native and data.draw(st.booleans(), "sinks"):  # plain torch rounds scores to bf16
+        sinks = torch.randn(heads, generator=generator) * data.draw(st.sampled_from([1.0, 40.0]), "deep")
+        sinks[0] = -torch.inf
+
+    def attend(queries: Tensor, rows: AttentionRows) -> Tensor:
+        plan = device.attention.plan(rows, window)
+        if sinks is None:
+            return device.attention.attend(queries.clone(), cache, plan, scale)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        batch = ForwardBatch(nothing, nothing, nothing, {window: plan})
+        return device.attention.attend_capped(queries, cache, batch, window, scale, CapAndSinks(sinks=sinks))
+
+    found = attend(queries, step.rows)
     for row, (one, places, begin) in enumerate(zip(step.sequences, step.places, step.queries, strict=True)):
         kept = device.cache.gather(cache, places)
         short = one.count == 1 or one.parents is not None or one.count <= 48
@@ -171,13 +192,59 @@ def test_attention_is_that_of_float64(name: str, device: CpuDevice, data: st.Dat
         for query in range(one.count):
             seen[query, one.seen(query, window)] = True
         rows = slice(begin, begin + one.count)
-        exact, off = attended(queries[rows], kept, seen, scale, slip)
+        exact, off = attended(queries[rows], kept, seen, scale, slip, sinks)
         values = kept[:, 1].double().abs().amax()
         assert_near(found[rows], exact, off + values * ((2.0**-14 if tight else 2 * BF16) + rounded * BF16))
         if native:
-            alone = device.attention.attend(
-                queries[rows].clone(), cache, device.attention.plan(step.only(row), window), scale
-            )
+            alone = attend(queries[rows], step.only(row))
+            assert torch.equal(bits(alone), bits(found[rows])), row
+
+
+@proof(16)
+@given(data=st.data())
+def test_latent_attention_is_that_of_float64(device: CpuDevice, data: st.DataObject) -> None:
+    """Of decodes, trees of drafts and chunks of prompts, of which only the long ones are torch's."""
+    count, rank, rope = data.draw(st.sampled_from([(16, 512, 64), (3, 32, 32), (20, 96, 32), (40, 64, 64)]), "heads")
+    page_size = data.draw(st.sampled_from([16, 32]), "page")
+    starts, drafts = (data.draw(st.lists(LENGTHS, max_size=most), "starts") for most in (4, 2))
+    prompts = data.draw(
+        st.lists(st.tuples(LENGTHS, st.sampled_from([2, 48, 49, 70])), max_size=2, min_size=not (starts or drafts)),
+        "prompts",
+    )
+    prompts.sort(key=lambda one: one[1])
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999), "seed"))
+    step, scale = step_of(generator, page_size, starts, drafts, prompts), (rank + rope) ** -0.5
+    # What is not of the sequences has no effect.
+    cache = torch.full((step.pages, page_size, rank + rope), torch.nan, dtype=torch.bfloat16)
+    for places in step.places:
+        write_latent(cache, places, numbers(generator, len(places), rank + rope))
+    queries = numbers(generator, sum(one.count for one in step.sequences), count, rank + rope)
+    queries *= data.draw(st.sampled_from([0.0, 1.0, 8.0]), "steep")
+    same = torch.eye(rank, dtype=torch.bfloat16).expand(count, rank, rank).contiguous()
+    heads, nothing = LatentHeads(same, same), torch.zeros(0, dtype=torch.int64)
+
+    def attend(queries: Tensor, rows: AttentionRows) -> Tensor:
+        batch = ForwardBatch(nothing, nothing, nothing, {}, rows=rows)
+        return device.attention.attend_latent(queries, cache, batch, heads, scale)
+
+    found = attend(queries, step.rows)
+    for row, (one, places, begin) in enumerate(zip(step.sequences, step.places, step.queries, strict=True)):
+        keys = cache.view(-1, rank + rope)[places].unsqueeze(1)
+        kept = torch.stack((keys, torch.cat((keys[..., :rank], torch.zeros_like(keys[..., rank:])), -1)), 1)
+        short = one.count == 1 or one.parents is not None or one.count <= 48
+        tight = device.native.current is not None and short
+        seen = torch.zeros(one.count, len(places), dtype=torch.bool)
+        for query in range(one.count):
+            seen[query, one.seen(query, 0)] = True
+        rows = slice(begin, begin + one.count)
+        exact, off = (
+            x.view(one.count, count, -1)[..., :rank]
+            for x in attended(queries[rows], kept, seen, scale, 2.0**-17 if tight else BF16, None)
+        )
+        values = keys.double().abs().amax()
+        assert_near(found[rows], exact, off + values * (2.0**-13 if tight else 2 * BF16))
+        if tight:
+            alone = attend(queries[rows], step.only(row))
             assert torch.equal(bits(alone), bits(found[rows])), row
 
 

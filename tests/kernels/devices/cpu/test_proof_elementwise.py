@@ -111,6 +111,49 @@ def test_heads_are_normed_and_rotated_as_in_float64(
         assert torch.equal(bits(device.cache.gather(cache, index[last])), bits(kept[last]))
 
 
+@proof(20)
+@given(rows=ROWS, heads=st.integers(1, 5), rank=st.sampled_from([32, 48, 512]), seed=SEEDS)
+def test_latent_vectors_are_normed_and_rotated_as_in_float64(
+    device: CpuDevice, rows: int, heads: int, rank: int, seed: int
+) -> None:
+    """On their way to the cache, and the last numbers of queries in place."""
+    rope, generator = 32, torch.Generator().manual_seed(seed)
+    queries = numbers(generator, rows, heads, 64 + rope, wild=seed % 2 == 0)
+    vectors = numbers(generator, rows, rank + rope, wild=seed % 2 == 0)
+    angles = torch.rand(rows, 1, rope // 2, generator=generator) * 6.3
+    cos, sin = angles.cos().repeat(1, 1, 2).bfloat16(), torch.cat((-angles.sin(), angles.sin()), 2).bfloat16()
+    weight = torch.rand(rank, generator=generator) + 0.5
+    norm = device.elementwise.make_norm(weight, 1e-6)
+    cache = torch.full((12, 16, rank + rope), torch.nan, dtype=torch.bfloat16)
+    index = torch.randperm(12 * 16, generator=generator)[:rows]
+
+    def rotated(x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.double()
+        turned = torch.cat(wide.chunk(2, -1)[::-1], -1)
+        exact = wide * cos.double() + turned * sin.double()
+        return exact, (wide * cos.double()).abs() + (turned * sin.double()).abs()
+
+    def place(at: slice = slice(None)) -> Tensor:
+        given = queries[at].clone(), vectors[at], norm, cos[at], sin[at], cache, index[at]
+        return device.attention.place_latent(*given)
+
+    found = place()
+    kept = cache.view(-1, rank + rope)
+    exact, around = rotated(queries[..., 64:])
+    assert torch.equal(found[..., :64], queries[..., :64])
+    assert_near(found[..., 64:], exact, around * (plain(device, True) + FUNCTION))
+    exact, around = rotated(vectors[:, None, rank:])
+    assert_near(kept[index, None, rank:], exact, around * (plain(device, True) + FUNCTION))
+    wide = vectors[:, :rank].double()
+    exact = wide * weight.double() / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_near(kept[index, :rank], exact, exact.abs() * 2.0**-15)
+    assert int(kept.isnan().any(1).sum()) == 12 * 16 - rows
+    if device.native.current is not None and rows:
+        before = kept[index[-1]].clone()
+        assert torch.equal(bits(place(slice(rows - 1, rows))), bits(found[-1:]))
+        assert torch.equal(bits(kept[index[-1]]), bits(before))
+
+
 @proof(30)
 @given(rows=ROWS, inner=st.one_of(st.integers(1, 20).map(lambda n: 16 * n), st.sampled_from([5, 33, 3072])), seed=SEEDS)
 def test_an_activation_is_that_of_float64(device: CpuDevice, rows: int, inner: int, seed: int) -> None:

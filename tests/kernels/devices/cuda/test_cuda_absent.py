@@ -9,6 +9,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from kernels.contract.adapters import AdapterSettings
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import UnsupportedError
 from kernels.contract.speculation import SpeculativeSettings
@@ -89,7 +90,14 @@ _ALIKE = {
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fp32_head": True}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"draft_tokens": True}],
+    [
+        {},
+        {"fp32_head": True},
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
+        {"draft_tokens": True},
+        {"adapters": AdapterSettings()},
+    ],
     ids=lambda options: " ".join(options) or "plain",
 )
 def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, monkeypatch, tmp_path, drive):
@@ -115,7 +123,9 @@ def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, mon
         driver.admit(1, range(1, 100))
         driver.step([(1, 99)])
         driver.step([(1, 1)])
-    if "speculation" not in options:
+    if "adapters" in options:
+        assert kernels >= {"low_rank_down_kernel", "low_rank_up_kernel"}
+    elif "speculation" not in options:
         assert kernels == _ALIKE | {"step_begin_kernel", "step_end_kernel", "argmax_parts_kernel", "argmax_kernel"}
     assert kernels >= _ALIKE
     assert (
@@ -128,6 +138,7 @@ def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, mon
             "verify_attention_sm90_kernel",
             "verify_attention_kernel",
             "gemm_small_kernel",
+            "low_rank_few_kernel",
         }
         & kernels
     )

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.layer_context import LayerContext
 from kernels.core.tree import DraftTree
 from kernels.devices.cuda.attention.decode import PLAIN, DecodeScratch
 from kernels.devices.cuda.attention.moving import move_accepted, move_caches
@@ -32,9 +33,10 @@ from kernels.devices.cuda.matmul.eight_bit import EightBitLinear
 from kernels.devices.cuda.matmul.gemm_small_quantized import Form, Tiles
 from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
-from kernels.devices.cuda.matmul.low_rank import add_low_rank
+from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta, add_low_rank, make_up
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, NIBBLES
 from kernels.devices.cuda.matmul.qkv_projection import project
+from kernels.devices.cuda.matmul.scaled_residual import Scaled
 from kernels.devices.draft_kernels import AcceptedBuffers, AcceptedTokens, TreeShape
 from kernels.devices.row_attention import CapAndSinks
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
@@ -101,7 +103,35 @@ def adapters(dtype):
         x, out = empty(rows, 4096, dtype=dtype), empty(rows, 6144, dtype=dtype)
         down, up = empty(9, 3 * rank, 4096, dtype=dtype), empty(9, rank, 6144, dtype=dtype)
         tiles = empty(48, 3, dtype=torch.int32)
-        add_low_rank(x, empty(rows, dtype=torch.int64), down, up, tiles, out)
+        places = empty(rows, dtype=torch.int64)
+        for adds in (True, False):
+            add_low_rank(x, places, down, up, tiles, out, adds=adds)
+        add_low_rank(x, places, down, up, tiles, out, invariant=True)
+
+
+def adapted_products(dtype):
+    """Products of 16 adapters' rows, of one token and of a few."""
+    context = LayerContext(None, torch.device("meta"))
+    for sizes, inputs, gated in (
+        ((4096, 1024, 1024), 4096, False),
+        ((14336, 14336), 4096, True),
+        ((4096,), 14336, False),
+    ):
+        down, up = (
+            empty(17, len(sizes) * 16, inputs, dtype=dtype),
+            make_up((1, 17, 16, sum(sizes)), dtype, context.device)[0],
+        )
+        delta = CudaLowRankDelta(context, down, up, sizes)
+        weight, norm = empty(sum(sizes), inputs, dtype=dtype), CudaNorm(empty(inputs, dtype=dtype), 1e-5)
+        linear = CudaLinear(weight, None, gated=gated, delta=delta)
+        for tokens in (1, 16, 64):
+            context._rows = empty(tokens, dtype=torch.int64)
+            x = empty(tokens, inputs, dtype=dtype)
+            linear(x)
+            if not gated:
+                linear.into(x, empty(tokens, sum(sizes), dtype=dtype), norm)
+            if linear.leaves(x):
+                linear.left(Scaled.room(norm, x))
 
 
 def draft_tokens(dtype):
@@ -281,6 +311,7 @@ def wide(dtype):
 SHORT = {
     "smalls": smalls,
     "adapters": adapters,
+    "adapted products": adapted_products,
     "draft_tokens": draft_tokens,
     "products": products,
     "few tokens": few_tokens,
@@ -301,6 +332,7 @@ SPILLED = {
     "prefill_attention_kernel": 512,
     "verify_attention_kernel": 512,
     "gemv_quantized_kernel": 128,
+    "low_rank_up_kernel": 64,
 }
 """Bytes that some kernels write for want of registers, on some devices or with some sizes of pages: known, and little
 beside what they read."""

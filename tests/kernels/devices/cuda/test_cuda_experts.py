@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import triton
 
+from kernels.contract.expert_placement import dispatch_table
 from kernels.devices.cuda.moe import experts
 from kernels.devices.cuda.moe.experts import CudaExperts
-from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing, unbiased_refusal
+from kernels.devices.cuda.moe.routing import route
+from kernels.devices.experts import ClampedGate, Dispatch, ExpertsInTurn, ExpertWeights, Routing, unbiased_refusal
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import (
@@ -280,3 +283,47 @@ def test_experts_elsewhere_add_nothing(kind, scores, device):
         in_turn += ExpertsInTurn(lambda x: x @ router.t(), functions[some], part)(x).float()
     assert (found - expected).norm() <= 2e-2 * expected.float().norm()
     assert (in_turn - expected).norm() <= 2e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("scores", ["softmax", "mixer"])
+@pytest.mark.parametrize("algorithm", ["static", "dynamic"])
+def test_copies_of_experts_in_places_add_up_to_the_whole(scores, algorithm, device):
+    """A table that is overwritten, as when experts move, is read by the next pass."""
+    router, given, functions = layers("floats", torch.float16, device)
+    x = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(7)).half()
+    onto, routing = router.to(device), Routing(2, scores == "softmax", scores, jitter=0.1)
+    expected = ExpertsInTurn(lambda x: x @ router.t(), functions, routing)(x)
+    places = np.array([4, 3, 2, 1, 0, 3, 4, 4])
+    table = torch.from_numpy(dispatch_table(places, 5, 2, algorithm))
+    dispatch = Dispatch(torch.full_like(table, 7).to(device), len(places))
+    found = torch.zeros(70, HIDDEN)
+    for local in (range(4), range(4, 8)):
+        part = dataclasses.replace(routing, local=local, dispatch=dispatch)
+        some = [given[expert] for expert in places[local.start : local.stop]]
+        layer = CudaExperts(lambda x: x @ onto.t(), some, part)
+        dispatch.table.copy_(table)
+        found += layer(x.to(device)).cpu().float()
+    assert (found - expected).norm() <= 2e-2 * expected.float().norm()
+
+
+def test_the_best_two_of_groups_leave_the_first_local_expert_alone(device):
+    groups = {"groups": 2, "top_groups": 1, "pair_sum": True, "scores": "sigmoid"}
+    logits = torch.tensor([[5.0, 1.0, 4.0, 0.0, 0.0, 0.0]], device=device)
+    found = route(logits, Routing(2, True, local=range(2, 4), **groups))
+    assert found.experts.sort(-1).values.tolist() == [[0, 2]]  # the first one here, and one elsewhere
+
+
+@pytest.mark.parametrize("kind", ["floats", "int8 clipped", "fp8 blocks", "4 bits, zeros"])
+def test_an_expert_whose_weights_are_overwritten_is_another(kind, device):
+    router, given, _ = layers(kind, torch.float16, device)
+    if kind == "4 bits, zeros":  # which are alike in all experts
+        first, last = given[3].gate_up, given[3].down
+        first = dataclasses.replace(first, values=first.values ^ 5, zeros=first.zeros ^ 3, scales=first.scales * 2)
+        given[3] = ExpertWeights(first, None, dataclasses.replace(last, zeros=last.zeros ^ 6), None)
+    onto, routing = router.to(device), Routing(2, True, local=range(2))
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(7)).half().to(device)
+    layer, wanted = (CudaExperts(lambda x: x @ onto.t(), [given[0], given[one]], routing) for one in (1, 3))
+    assert not torch.equal(layer(x), wanted(x))
+    for target, source in zip(layer.weights(1), wanted.weights(1), strict=True):
+        target.copy_(source)
+    assert torch.equal(layer(x), wanted(x))

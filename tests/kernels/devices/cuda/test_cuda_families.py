@@ -9,10 +9,9 @@ import torch
 
 from kernels.contract.speculation import SpeculativeSettings
 from tests.kernels.devices.cuda.interpreted import install
+from tests.kits.families import UNLIKE
 from tests.kits.parity import scored
 
-UNLIKE = ["gemma4", "gemma4-moe", "grok", "llama4", "mimo-v2-flash"]
-"""Heads of several sizes, scores that grow, chunks, experts with other gates and whose inputs are weighted."""
 OPTIONS = {"device": "cuda", "page_size": 16, "max_slots": 3, "max_total_tokens": 512}
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -34,14 +34,12 @@ from kernels.devices.staged_memory import StagedMemory
 from kernels.weights.quantization.weights import GroupedWeight, Int8Weight, quantize_int8
 from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.device_features import features_of
-from tests.kits.driver import FAMILIES, HYBRID, LATENT
+from tests.kits.driver import FAMILIES
 from tests.kits.executors import find_executor
-from tests.kits.families import COMPARED
+from tests.kits.families import KEYS_AND_VALUES
 from tests.kits.parity import half_precision, scored, traffic
 
 OPTIONS = {"device": "cuda", "page_size": 16, "max_step_tokens": 256}
-KEYS_AND_VALUES = [name for name in COMPARED["cuda"] if name not in {*HYBRID, *LATENT}]
-"""The others are compared in test_cuda_delta.py and test_cuda_latent.py."""
 
 
 def layers(device):

@@ -129,6 +129,32 @@ def _leaves(held):
     return [held] if isinstance(held, torch.Tensor) else [leaf for part in held for leaf in _leaves(part)]
 
 
+@pytest.mark.parametrize(("least", "size"), [(0, 2), (4, 4)])
+def test_a_graph_reads_a_stream_in_place_in_the_size_that_all_have(least, size, monkeypatch):
+    monkeypatch.setattr(kernels.devices.cuda.graphs.decode_graphs, "capture_each", rerun)
+    ran: list[torch.Tensor] = []
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        assert batch.states is not None
+        ran.append(batch.states.clone())
+        return batch.states * 2
+
+    device = torch.device("cpu")
+    request = CaptureRequest(forward, [0], 4, 30, lambda could: could, states=torch.zeros(0, 3))
+    graphs = DecodeGraphs(request, [2, 4], 2, 16, device, True, torch.from_numpy)
+    assert graphs.states is not None
+    graphs.states.fill_(9.0)
+    given = torch.arange(3.0).view(1, 3)
+    one = np.ones(1, dtype=np.int64)
+    plan = plan_attention(AttentionRows(one, one, np.ones((1, 2), dtype=np.int32), 1), 0, 2, torch.from_numpy)
+    at = torch.ones(1, dtype=torch.int64)
+    batch = ForwardBatch(at, at, at, {0: plan}, graphs.states[:1].copy_(given))
+    found = graphs.run(batch, plan, least)
+    assert found is not None
+    assert torch.equal(found, given * 2)
+    assert torch.equal(ran[-1], torch.cat([given, torch.zeros(size - 1, 3)]))
+
+
 def test_a_pass_of_few_rows_has_what_its_head_makes(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setattr(kernels.devices.cuda.graphs.decode_graphs, "capture_each", rerun)

@@ -12,7 +12,15 @@ import torch
 import torch_npu
 
 from kernels.contract.step import SlotSampling
-from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing, choose, unbiased_refusal
+from kernels.devices.experts import (
+    ClampedGate,
+    Dispatch,
+    ExpertsInTurn,
+    ExpertWeights,
+    Routing,
+    choose,
+    unbiased_refusal,
+)
 from kernels.devices.npu.experts import NpuExperts
 from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
@@ -168,6 +176,46 @@ def test_weights_are_in_tiles_where_the_device_keeps_them():
             layer = NpuExperts(lambda x: x @ router.npu().t(), given, Routing(2, True), soc)
             formats = {torch_npu.get_npu_format(stack.values) for stack in (layer.gate_up, layer.down)}
             assert formats == {FRACTAL_NZ if kept else 2}
+
+
+@pytest.mark.parametrize("form", ["floats", "int8", "4 groups", "clipped", "biased"])
+def test_an_expert_that_moves_is_overwritten_in_place(form):
+    """Tiles would refuse it; rows do not, and the layer then is one of the experts in their new order."""
+    router, experts = weights(2, 64, 64)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(2)).to(BF16).npu()
+
+    def part(weight):
+        if form == "4 groups":
+            return rounded(form, weight).to("npu")
+        if form in ("floats", "biased"):
+            return weight.npu()
+        whole = quantize_int8(weight)
+        return (dataclasses.replace(whole, clip=weight[0, :1].abs()) if form == "clipped" else whole).to("npu")
+
+    given = [
+        ExpertWeights(part(first), first[0].repeat(2).npu(), part(second), second[0].npu())
+        if form == "biased"
+        else ExpertWeights(part(first), None, part(second), None)
+        for first, second in experts
+    ]
+
+    def layer(given, moves):
+        table = torch.arange(2, dtype=torch.int32).view(1, 2).npu()
+        routing = Routing(1, True, local=range(2), dispatch=Dispatch(table, 2, moves))
+        return NpuExperts(lambda x: x @ router.npu().t(), given, routing, A3)
+
+    moved, expected = layer(given, True), layer(given[::-1], True)(x).cpu()
+    before = moved(x).cpu()
+    assert torch_npu.get_npu_format(moved.gate_up.values) == 2
+    for one, other in zip(moved.weights(0), moved.weights(1), strict=True):
+        held = one.clone()
+        one.copy_(other)
+        other.copy_(held)
+    assert torch.equal(moved(x).cpu(), expected)
+    assert not torch.equal(before, expected)
+    if form in ("floats", "int8"):
+        with pytest.raises(ConstraintError, match="NZ"):
+            [weight.clone() for weight in layer(given, False).weights(0)]
 
 
 def test_scales_of_whole_numbers_have_the_dtype_of_what_comes_out():

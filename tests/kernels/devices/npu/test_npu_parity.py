@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kernels.contract.speculation import SpeculativeSettings
-from tests.kits.driver import FAMILIES, SPARSE, VOCAB
-from tests.kits.families import COMPARED
+from tests.kits.driver import FAMILIES, VOCAB
+from tests.kits.families import COMPARED, NPU_GRAPHS, NPU_TRAFFIC, STATE_DRAFTS
 from tests.kits.parity import half_precision, scored, traffic
 from tests.kits.speculation.oracles import Oracle, draft_with
 
@@ -50,7 +50,7 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name, chunks, ref
     assert ours_off.max() < 1.5 * theirs_off.max() + 1e-3
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, "deepseek-v3"])
+@pytest.mark.parametrize("name", NPU_TRAFFIC)
 def test_float32_greedy_tokens_match_in_mixed_traffic(name, reference, drive, prompts):
     model = reference(name)
     driver = drive(model.path, **OPTIONS)
@@ -59,7 +59,7 @@ def test_float32_greedy_tokens_match_in_mixed_traffic(name, reference, drive, pr
         assert found[slot] == model.greedy(text, len(text) + 12)
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "kimi-linear", "lfm2", "qwen3.5"])
+@pytest.mark.parametrize("name", STATE_DRAFTS)
 def test_draft_tokens_change_no_token_of_states(name, reference, drive, prompts, monkeypatch):
     model, texts = reference(name), prompts(150, 40)
     oracle = Oracle(3, 1, lambda position: position % 5 > 0, VOCAB)
@@ -77,7 +77,7 @@ def test_draft_tokens_change_no_token_of_states(name, reference, drive, prompts,
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", [*FAMILIES, "gpt-oss"])
+@pytest.mark.parametrize("name", NPU_GRAPHS)
 def test_bfloat16_greedy_tokens_are_among_the_top_tokens(name, graphs, reference, drive, prompts):
     """Each token is the reference's own, or one that bfloat16 cannot tell from it."""
     model = reference(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -161,13 +162,14 @@ def test_pages_that_are_handed_on_while_a_step_writes_to_them_are_clean(referenc
     assert [ints(result.tokens)[1] for result in (first, again)] == model.greedy(three, 7)[5:]
 
 
-def test_ranks_of_one_model_learn_of_a_broken_row_before_the_next_step(reference, drive, prompts):
+def test_a_rank_reads_its_results_before_a_step_that_follows_them(reference, drive, prompts):
     driver = drive(reference("qwen3").path, **OPTIONS)
     (text,) = prompts(5)
     driver.admit(1, text)
     driver.step([(1, 5)])
-    alone = driver.runner.start(decode(driver, (1,), 50))
-    assert not alone.done
-    alone.result()
     driver.runner._group.size = 2
-    assert driver.runner.start(decode(driver, (1,), 51)).done  # whoever starts it waits for it, on every rank
+    unread = driver.runner._context.unread
+    for number, unanswered, left in ((50, 0, [50]), (51, 1, [50, 51]), (52, 1, [51, 52]), (53, 0, [53])):
+        batch = msgspec.structs.replace(decode(driver, (1,), number), unanswered=unanswered)
+        assert not driver.runner.start(batch).done
+        assert [step.number for step in unread] == left

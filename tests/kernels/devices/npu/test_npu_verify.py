@@ -145,6 +145,12 @@ def test_a_graph_serves_any_drafts_that_fit_it(trees, window, generator):
         found = graphs.run(batch)
         assert found is not None
         torch.testing.assert_close(found.cpu(), expected, atol=0.02, rtol=0.02)
+        assert batch.states is not None
+        assert graphs.states is not None
+        in_place = dataclasses.replace(batch, states=graphs.states[:tokens].copy_(batch.states))
+        again = graphs.run(in_place)
+        assert again is not None
+        torch.testing.assert_close(again.cpu(), expected, atol=0.02, rtol=0.02)
     longer = platform.attention.plan(dataclasses.replace(rows, counts=rows.counts + TOKENS), window)
     assert graphs.run(dataclasses.replace(batch, plans={window: longer})) is None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import GgufError
-from kernels.models import baichuan
+from kernels.models import baichuan, glm_moe_dsa
 from kernels.models.config import ConfigReader
 from kernels.models.config_loader import read_config
 from kernels.models.gguf_description import describe
@@ -18,9 +19,10 @@ from kernels.weights.quantization.detect import detect_scheme
 from kernels.weights.quantization.gguf_files import GgufScheme
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from tests.kits.declared import declared, open_gguf
+from tests.kits.driver import LLAMA3_ROPE
 from tests.kits.gguf_checkpoints import greedy
 from tests.kits.gguf_families import write_family
-from tests.kits.gguf_writer import write_gguf
+from tests.kits.gguf_writer import llama3_factors, write_gguf
 
 FAMILIES = (
     *("arcee", "cohere", "cohere-normed", "gguf-cohere2", "ernie4.5-moe", "ernie4.5-moe-biased"),
@@ -29,6 +31,8 @@ FAMILIES = (
     *("falcon-h1", "gguf-falcon-h1", "granite-4", "granite-4-dense", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe"),
     *("nemotron-3", "gguf-nemotron-dense", "qwen3-next", "gguf-qwen3.5", "gguf-qwen3.5-moe"),
     *("gemma4", "gemma4-equal", "gemma4-moe", "gguf-phimoe", "baichuan"),
+    *("apertus", "dbrx", "gguf-minicpm3", "grok", "ling"),
+    *("cohere2-moe", "gguf-deepseek-v3.2", "glm5", "gguf-kimi-linear", "mimo-v2-flash", "gguf-mistral4", "step3p5"),
     *("gpt-oss", "gguf-afmoe", "gguf-llama4", "ling-v2"),
     *("seed-oss", "smollm3", "stablelm", "gguf-starcoder2", "xverse"),
 )
@@ -118,6 +122,19 @@ def test_experts_in_mxfp4_stay_as_they_are(reference, drive, prompts, tmp_path):
     assert len(small.generate(1, 30)) == 30
 
 
+def test_the_quantized_output_of_baichuan_2_is_dequantized(reference, drive, prompts, tmp_path):
+    """Its rows have a length of one when they are loaded, which those of the file do not have."""
+    model, (prompt,) = reference("baichuan"), prompts(20)
+    file = write_family(model.path, tmp_path / "model.gguf", head="Q4_0")
+    stored = load_file(model.path / "model.safetensors")
+    assert detect_scheme(file, "").tensors(declared(file)["lm_head.weight"]) is not None
+    shutil.copytree(model.path, tmp_path / "model")
+    rounded = stored | {"lm_head.weight": open_gguf(file).floats("lm_head.weight")}
+    assert not rounded["lm_head.weight"].equal(stored["lm_head.weight"])
+    save_file(rounded, tmp_path / "model" / "model.safetensors")
+    assert greedy(drive, file, prompt, 60) == greedy(drive, tmp_path / "model", prompt, 60)
+
+
 @pytest.mark.parametrize("layers", [3, 40])
 def test_baichuan_of_40_layers_is_read_without_rotation(layers, reference, tmp_path):
     """Files say nothing of it."""
@@ -130,6 +147,69 @@ def test_baichuan_of_40_layers_is_read_without_rotation(layers, reference, tmp_p
     assert config.alibi == (layers == 40)
     assert (config.rope.kind == "none") == config.alibi
     assert config.max_positions == 256
+
+
+def test_deepseeks_with_growing_queries_are_mistral_4(reference, tmp_path):
+    """Files of Mistral Large 3 have DeepSeek's name."""
+    header = read_header(write_family(reference("gguf-mistral4").path, tmp_path / "model.gguf"))
+    expected = describe(header)
+    metadata = {key.replace("mistral4.", "deepseek2."): value for key, value in header.metadata.items()}
+    metadata |= {"general.architecture": "deepseek2", "deepseek2.attention.temperature_scale": 0.25}
+    header.metadata.clear()
+    header.metadata.update(metadata)
+    found = describe(header)
+    assert found["architectures"] == expected["architectures"] == ["Mistral4ForCausalLM"]
+    assert found["rope_parameters"] == expected["rope_parameters"] | {"llama_4_scaling_beta": 0.25}
+    assert found["norm_topk_prob"] is expected["norm_topk_prob"] is True
+
+
+@pytest.mark.parametrize(("length", "own"), [(1 << 20, {0, 1, 2}), ((1 << 20) - 1, {0, 1, 2, 3})])
+def test_early_files_of_glm_5_leave_out_which_layers_have_an_indexer(length, own, reference, tmp_path):
+    header = read_header(write_family(reference("glm5").path, tmp_path / "model.gguf"))
+    del header.metadata["glm-dsa.attention.indexer.types"]
+    header.metadata["glm-dsa.context_length"] = length
+    raw = describe(header)
+    assert glm_moe_dsa.config(ConfigReader(raw, raw["architectures"][0])).latent.index.own == own
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "problem"),
+    [
+        ("apertus", "xielu.alpha_p", [1.0, 2.0], "a value for each of 3 layers"),
+        ("apertus", "xielu.eps", [0.0, "none", 0.0], "a number for each of 3 layers"),
+        ("apertus", "xielu.beta", None, r"xielu\.beta must be a number for each of 3 layers, and is missing"),
+        ("cohere2-moe", "cohere2moe.attention.sliding_window_pattern", ["a"] * 4, "yes or no for each of 4 layers"),
+        ("cohere2-moe", "cohere2moe.expert_gating_func", 3, "1, which is softmax, or 2, which is sigmoid"),
+        ("glm5", "glm-dsa.attention.indexer.types", [1, 2, 1, 1, 1, 1], "yes or no for each of"),
+        ("step3p5", "step35.swiglu_clamp_exp", "seven", "must be a number, and is 'seven'"),
+        ("step3p5", "step35.attention.head_count", [4, 6, 8, 4], "one number for layers with full attention"),
+        ("step3p5", "step35.expert_gating_func", 1, "2, which is sigmoid"),
+    ],
+)
+def test_numbers_that_a_family_cannot_have_are_named(name, key, value, problem, reference, tmp_path):
+    header = read_header(write_family(reference(name).path, tmp_path / "model.gguf"))
+    header.metadata[key] = value
+    with pytest.raises(GgufError, match=problem):
+        describe(header)
+
+
+def test_a_limit_of_all_layers_is_each_ones(reference, tmp_path):
+    header = read_header(write_family(reference("step3p5").path, tmp_path / "model.gguf"))
+    header.metadata["step35.swiglu_clamp_exp"] = 7.0
+    layers = header.metadata["step35.block_count"]
+    assert describe(header)["swiglu_limits"] == [7.0] * layers
+
+
+def test_step_3_5_stretches_layers_with_full_attention_alone(reference, tmp_path):
+    """Which rotate half a head, and so have half of the file's factors."""
+    stretch = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    file = write_family(reference("step3p5").path, tmp_path / "model.gguf", rope_scaling=stretch)
+    config = read_config(file)
+    expected = llama3_factors(LLAMA3_ROPE | {"rope_theta": 500.0}, 8)
+    assert (config.rope.kind, config.rotary_dim) == ("factors", 8)
+    assert config.rope.factors == pytest.approx(expected.tolist())
+    assert max(config.rope.factors) > 1.0
+    assert config.layer(1).rope.kind == "default"
 
 
 def test_phimoe_has_its_own_factor_behind_phi_3s(reference, drive, prompts, tmp_path):
@@ -147,7 +227,7 @@ def test_a_family_says_what_its_directory_says(name, reference, drive, prompts, 
     file = write_family(model.path, tmp_path / "model.gguf")
     (prompt,) = prompts(24)
     assert greedy(drive, file, prompt, 60) == model.greedy(prompt, 60)
-    if "falcon" in name:  # whose weights hold the multipliers
+    if "falcon" in name or name == "ling":  # whose weights hold the multipliers, or what the output is normed to
         return
     stored, checkpoint = load_file(model.path / "model.safetensors"), open_gguf(file)
     offset = read_config(model.path).norm_offset

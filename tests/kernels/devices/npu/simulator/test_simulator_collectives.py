@@ -49,6 +49,13 @@ assert turned.cpu().tolist() == ([0, 1, 10, 11] if rank == 0 else [2, 3, 12, 13]
 z = torch.full((2,), 5.0 * (1 - rank), device="npu")
 dist.send(z, 1) if rank == 0 else dist.recv(z, 0)
 assert z.cpu().tolist() == [5, 5]
+theirs = [torch.zeros(2, device="npu") for _ in range(2)]
+both = [dist.P2POp(dist.isend, z + rank, 1 - rank), dist.P2POp(dist.irecv, theirs[0], 1 - rank)]
+for work in dist.batch_isend_irecv(both):
+    work.wait()
+group = dist.distributed_c10d._get_default_group()
+group.batch_isend_irecv(["isend", "irecv"], [z + rank, theirs[1]], [1 - rank, 1 - rank]).wait()
+assert [t.cpu().tolist() for t in theirs] == [[6.0 - rank] * 2] * 2
 w, graph = torch.ones(2, device="npu"), torch.npu.NPUGraph()
 with torch.npu.graph(graph):
     dist.all_reduce(w)

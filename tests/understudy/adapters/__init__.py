@@ -1,0 +1,1 @@
+"""The adapters in the box and their training."""
