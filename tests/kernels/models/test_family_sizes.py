@@ -276,7 +276,7 @@ def test_layers_of_llama_4_follow_config_json(
 def test_chunks_refuse_what_they_are_not_for(reference: Any, drive: Any) -> None:
     path = reference("llama4").path
     for options, says in (
-        ({"invariant": True}, "attention in chunks of Llama4ForCausalLM has no attention whose"),
+        ({"invariant": True}, "Llama4ForCausalLM has attention in chunks, for which no attention"),
         ({"page_size": 64}, "attention_chunk_size 32 of Llama4ForCausalLM is not a multiple of --page-size 64"),
     ):
         with pytest.raises(ConfigError, match=says):
