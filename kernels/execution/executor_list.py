@@ -105,13 +105,15 @@ def _shared(
 
 def _stage(context: StepContext, passes: Passes, max_rows: int) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
     """The executors of a pipeline's stage. What is captured begins after the stream is received, and ends before a head
-    or the stream that is sent."""
-    drafter = None if context.loaded.speculator is None else context.loaded.speculator.drafter
+    or the stream that is sent. The last stage captures the passes of the draft, too."""
+    loaded = context.loaded
+    drafter = None if loaded.speculator is None else loaded.speculator.drafter
     result: list[Executor] = [NoRows()]
     decodes, verifies = passes.capture_decodes(max_rows), None
     if drafter is not None:
-        rows = min(max_rows, context.loaded.config.max_step_tokens // drafter.max_nodes)
+        rows = min(max_rows, loaded.config.max_step_tokens // drafter.max_nodes)
         verifies = passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
+        drafter.capture(loaded.agree, None)
     if decodes is not None or verifies is not None:
         result.append(CapturedPass(decodes, verifies))
     return (*result, EagerPass(context)), () if decodes is None else decodes.rows

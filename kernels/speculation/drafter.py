@@ -158,9 +158,10 @@ class Drafter(ABC):
         target's."""
         return []
 
-    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs] | None) -> None:
         """Capture passes, where the device gains by it (``Capture.decodes``). ``accept_outputs``: results of the
-        target's passes that accept; the drafter may draft directly after these."""
+        target's passes that accept; the drafter may draft directly after these. None: nothing drafts early
+        (``draft_early``), and passes that do are not captured."""
         return None
 
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:

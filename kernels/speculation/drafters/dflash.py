@@ -181,7 +181,7 @@ class DflashDrafter(Drafter):
         )
         return self._caches
 
-    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs] | None) -> None:
         context, block = self._context, self._block
         columns = -(-(context.context + block) // context.config.page_size) + 1
         self._blocks = context.device.capture.decodes(
