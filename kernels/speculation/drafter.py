@@ -95,7 +95,7 @@ class DraftRows:
     slots: Longs  # [rows]
     roots: Longs  # [rows]: the position of the last known token; the first draft token is of position roots + 1
     pages: Ints  # [rows, columns]
-    capacity: Longs  # [rows]: positions that the pages hold, more than roots + limits
+    capacity: Longs  # [rows]: positions that the pages hold, more than roots + limits; in a pipeline at least roots
     limits: Longs  # [rows]: nodes besides the root that may be verified, at least 1
     root_tokens: Tensor  # int64 [rows]
     root_positions: Tensor  # int64 [rows], roots on the device

@@ -89,6 +89,15 @@ def test_three_stages_draft_what_one_drafts(jobs, alone):
             assert reported["accepted"] == whole["accepted"]
 
 
+def test_a_stage_drafts_before_a_request_has_pages_for_it(jobs, alone):
+    """In pages of one token a request that has just sampled has none for its last token, nor for draft tokens."""
+    small = [job | {"stages": 2, "options": {"page_size": 1}} for job in jobs]
+    for whole, first, last in zip(alone, *run_ranks(small), strict=True):
+        assert first["tokens"] == last["tokens"]
+        assert [each[:50] for each in last["tokens"]] == [each[:50] for each in whole["tokens"]]
+        assert last["accepted"] == whole["accepted"]
+
+
 @pytest.mark.parametrize("topk", [1, 3])
 def test_the_last_stage_runs_passes_of_drafts_as_programs(topk):
     """In bfloat16, where a CPU's native operators have programs: chains and trees of the included model's head."""
