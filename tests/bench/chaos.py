@@ -230,6 +230,7 @@ async def measure(arguments: argparse.Namespace) -> list[Row]:
     """Measure each fault on an engine of its own, as an engine whose worker dies too often gives up."""
     rows = []
     expected: list[list[int]] = []
+    several = arguments.tp_size * arguments.pp_size > 1  # which compile kernels in their first steps
     for name in arguments.faults.split(","):
         row = Row(_FAULTS[name])
         harmful, stage = (int(name.split("-")[1]), name.split("-")[2]) if name.startswith("harmful") else (0, "")
@@ -239,10 +240,11 @@ async def measure(arguments: argparse.Namespace) -> list[Row]:
                 dtype=arguments.dtype,
                 max_running_requests=max(64, arguments.streams + harmful),
                 max_worker_restarts=6 if name != "kills" else _KILLS * arguments.rounds,
-                watchdog_timeout=_WATCHDOG if not arguments.npu_simulator else 10 * _WATCHDOG,
+                watchdog_timeout=10 * _WATCHDOG if arguments.npu_simulator or several else _WATCHDOG,
                 random_seed=0,
                 npu_simulator=arguments.npu_simulator,
                 device=arguments.device,
+                max_total_tokens=arguments.max_total_tokens,
                 tensor_parallel_size=arguments.tp_size,
                 pipeline_parallel_size=arguments.pp_size,
                 faults=plan,
@@ -294,6 +296,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each fault")
     parser.add_argument("--rest", type=float, default=6.0, help="seconds between rounds")
     parser.add_argument("--npu-simulator", default=None, help="simulated NPUs to run on, as in --npu-simulator A2")
+    parser.add_argument("--max-total-tokens", type=int, default=None, help="tokens of the cache; default: from memory")
     parser.add_argument("--device", default="auto", help="cpu, npu or cuda")
     parser.add_argument("--tp-size", type=int, default=1, help="workers that divide each layer")
     parser.add_argument("--pp-size", type=int, default=1, help="stages of a pipeline")
