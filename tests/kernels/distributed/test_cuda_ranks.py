@@ -61,17 +61,22 @@ def test_two_cuda_stages_replay_graphs_between_their_messages(cuda, reference, p
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_two_cuda_ranks_draft_what_one_gpu_drafts(stages, cuda, tmp_path):
-    """Trees of a draft model that reads results of several layers."""
+def test_two_cuda_ranks_draft_what_one_gpu_drafts(stages, cuda, reference, prompts, tmp_path):
+    """Trees of a draft model that reads results of several layers, and chains of the model itself."""
+    graphs, plain = cuda | {"graph_rows": [1, 4]}, reference("parallel-qwen3").path
     _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
-    settings = SpeculativeSettings(algorithm, draft_model_path=str(draft), num_steps=3, topk=3, num_draft_tokens=6)
-    one = {"model": str(target), "prompts": PROMPTS[:3], "length": 50, "options": cuda | {"graph_rows": [1, 4]}}
-    one["speculation"] = msgspec.to_builtins(settings)
-    ((alone,),) = run_ranks([one], 1)
-    for (answer,) in run_ranks([one | {"stages": stages}]):
-        assert cut(answer, 50) == cut(alone, 50)
-        assert answer["replays"]
-    assert any(count > 1 for counts in alone["accepted"] for count in counts)
+    trees = SpeculativeSettings(algorithm, draft_model_path=str(draft), num_steps=3, topk=3, num_draft_tokens=6)
+    chains = SpeculativeSettings("STANDALONE", draft_model_path=str(plain), num_steps=3)
+    jobs = [
+        {"model": str(path), "prompts": texts, "length": 50, "options": graphs}
+        | {"speculation": msgspec.to_builtins(settings)}
+        for path, settings, texts in ((target, trees, PROMPTS[:3]), (plain, chains, prompts(23, 9)))
+    ]
+    (alone,) = run_ranks(jobs, 1)
+    for answers in run_ranks([one | {"stages": stages} for one in jobs]):
+        assert [cut(answer, 50) for answer in answers] == [cut(one, 50) for one in alone]
+        assert all(answer["replays"] for answer in answers)
+        assert any(count > 2 for counts in answers[1]["accepted"] for count in counts)
 
 
 def test_cuda_parts_of_attention_share_experts_in_graphs(cuda, reference, prompts):
