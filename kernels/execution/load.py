@@ -18,6 +18,7 @@ import torch
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, Window, has_states, is_plain
 from kernels.contract.config import RunnerConfig
+from kernels.contract.divisions import stage_layers
 from kernels.contract.errors import ConfigError
 from kernels.contract.expert_placement import read_location
 from kernels.contract.expert_settings import ExchangeSettings
@@ -47,7 +48,7 @@ from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.expert_places import ExpertPlaces
 from kernels.models.registry import build, caches, tensors
 from kernels.models.representative_layers import one_of_each_kind
-from kernels.models.stages import StageAdapters, StageSource, check_stages, stage_config, stage_layers
+from kernels.models.stages import StageAdapters, StageSource, check_stages, stage_config
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter
