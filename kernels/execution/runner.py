@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from kernels.contract.config import RunnerConfig
+from kernels.contract.divisions import stage_layers
 from kernels.contract.errors import ConfigError, UnsupportedError
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
@@ -33,7 +34,6 @@ from kernels.models.adapters import ResidentAdapters
 from kernels.models.config_loader import read_json
 from kernels.models.pooling import read_pooling
 from kernels.models.registry import tensors
-from kernels.models.stages import stage_layers
 from kernels.speculation.warmup import warm_up_drafts
 from kernels.weights.config_json import merge_overrides
 
