@@ -86,6 +86,7 @@ class LatentAttention:
         self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
         self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
         self.expansion = self._expansion(builder, module)
+        builder.ops.linear.dequantized_bytes += self.attention.hold_latent(self.expansion, latent.spec())
         self.adapted = self._make_adapted(builder, f"{module}.kv_b_proj")
         self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS) if latent.query_rank else None
         self.queries: Linear | None = None
