@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
-from app.understudy import MODEL_DIR
-from app.understudy.drafts import draft_path
 from kernels.contract.config import RunnerConfig
 from kernels.contract.expert_settings import ExchangeSettings
 from kernels.contract.speculation import SpeculativeSettings
@@ -27,7 +25,6 @@ from kernels.models.registry import tensors
 from kernels.speculation.division import divide_draft
 from kernels.speculation.stage_drafter import StageDrafter
 from tests.kernels.distributed.ranks import run, run_ranks
-from tests.kits.native import require_native
 from tests.kits.speculation import latent_heads
 from tests.kits.speculation.dflash import DFLASH, SHAPES
 from tests.kits.speculation.drafting import make_target, seeded, write
@@ -96,21 +93,6 @@ def test_a_stage_drafts_before_a_request_has_pages_for_it(jobs, alone):
         assert first["tokens"] == last["tokens"]
         assert [each[:50] for each in last["tokens"]] == [each[:50] for each in whole["tokens"]]
         assert last["accepted"] == whole["accepted"]
-
-
-@pytest.mark.parametrize("topk", [1, 3])
-def test_the_last_stage_runs_passes_of_drafts_as_programs(topk):
-    """In bfloat16, where a CPU's native operators have programs: chains and trees of the included model's head."""
-    require_native()
-    settings = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), num_steps=3, topk=topk, num_draft_tokens=4)
-    prompts = [[300 + token % 7 for token in range(12)], [400 + token % 5 for token in range(9)]]
-    job = {"model": str(MODEL_DIR), "prompts": prompts, "length": 60, "options": {"dtype": "bfloat16"}}
-    whole = run(job | {"rendezvous": ""}, 0, 1)
-    (first,), (last,) = run_ranks([job | {"stages": 2, "speculation": msgspec.to_builtins(settings)}])
-    assert first["tokens"] == last["tokens"]
-    assert [each[:60] for each in last["tokens"]] == whole["tokens"]
-    assert max(map(max, last["accepted"])) > 1
-    assert last["eager_drafts"] == 0
 
 
 def test_stages_capture_trees_even_if_a_chain_may_be_as_deep():
