@@ -125,7 +125,8 @@ class StageAdapters:
         return self._adapters.make_head(module, context)
 
     def make_latent(self, module: str, context: LayerContext) -> tuple[Tensor, Tensor] | None:
-        return self._adapters.make_latent(*self._names((module,)), context)
+        (whole,) = self._names((module,))
+        return self._adapters.make_latent(whole, context)
 
     def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
         (stacked,) = self._names((experts.stacked,))

@@ -59,7 +59,13 @@ class Ranks(msgspec.Struct, frozen=True):
         width = self.size // self.stages
         tensor = {"tp_rank": self.rank % width, "tp_size": width, "ep_size": self.parts, "dp_size": self.attentions}
         stage = {"pp_rank": self.stages - 1 - self.rank // width, "pp_size": self.stages}
-        return {**tensor, **stage, "device_index": self.rank, "rendezvous": meeting}
+        return {**tensor, **stage, "rendezvous": meeting}
+
+
+def _gpu(rank: int) -> str:
+    """The only GPU that a rank sees, as a server's worker does: what runs before its model stays on it, too."""
+    visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    return visible[rank] if rank < len(visible) else str(rank)
 
 
 @contextmanager
@@ -93,7 +99,7 @@ def started_ranks(
         try:
             for other in range(1, size):
                 command = [sys.executable, "-m", "tests.bench", "device", *words]
-                environment = os.environ | {_VARIABLE: f"{other}:{folder}"}
+                environment = os.environ | {_VARIABLE: f"{other}:{folder}", "CUDA_VISIBLE_DEVICES": _gpu(other)}
                 others.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
             threading.Thread(target=watch, daemon=True).start()
             yield Ranks(size, 0, Path(folder), stages, parts, apart)

@@ -188,8 +188,8 @@ def attend_sparse(
         sparse_mode=_CAUSAL,
         attention_mode=2,
     )[0]
-    plain = heads.identity or soc.generation == "A5"
-    return heads.expand(found) if plain else _product(found, heads.values, turned=True)
+    expands = heads.identity or soc.generation == "A5"
+    return heads.expand(found) if expands else _product(found, heads.values, turned=True)
 
 
 def _absorb(queries: Tensor, heads: LatentHeads, soc: Soc) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,8 @@ def attend_rotated(
     )
     result = result[:count]
     if heads.identity:
-        return result.transpose(0, 1)
+        in_space: Tensor = result.transpose(0, 1)
+        return in_space
     if soc.generation == "A5":
         return torch.bmm(result, heads.values).transpose(0, 1)
     return _product(result, heads.values, turned=False)
