@@ -88,6 +88,11 @@ class RowAdapters(Protocol):
         """``make`` of the output, which may share its weight with the table of embeddings."""
         ...
 
+    def make_latent(self, module: str, context: LayerContext) -> tuple[Tensor, Tensor] | None:
+        """The places of ``module``, which makes keys and values of latent vectors: see ``AdaptedLatentHeads``; None: no
+        adapter has one."""
+        ...
+
     def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
         """The additions to (gate and up, down) of the experts of this rank; None: no adapter has one."""
         ...

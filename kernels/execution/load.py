@@ -200,7 +200,7 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     if config.pp_size > 1 and cache.scales is not None:
         own = stage_layers(whole.layers, config.pp_rank, config.pp_size)
         cache = replace(cache, scales=cache.scales[own.start : own.stop])
-    device.cache.dtype = cache.dtype
+    device.cache.dtype, device.cache.page_size = cache.dtype, config.page_size
     groups = _open_groups(config, part, cache, context, device)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
 

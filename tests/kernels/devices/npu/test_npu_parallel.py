@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from app.understudy import MODEL_DIR
+from app.understudy.drafts import draft_path
+from kernels.contract.speculation import SpeculativeSettings
 from tests.kernels.distributed.divisions import FOUR_RANKS, TWO_RANKS, compare
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.simulated_npu import SPEC
@@ -121,6 +125,20 @@ def test_two_stages_of_npus_replay_graphs_as_one_npu_does(reference, drive, prom
     divided = jobs[0] | {"options": graphs | {"disable_graphs": True}}
     for captured, eager in run_ranks([jobs[0], divided], 4):
         assert (captured["graph_rows"], captured["tokens"]) == ([1, 4], eager["tokens"])
+
+
+def test_the_last_stage_of_npus_drafts_in_graphs_as_eagerly():
+    """In bfloat16: trees of the included model's head. Prompts are longer than any row that is captured."""
+    settings = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), num_steps=3, topk=3, num_draft_tokens=6)
+    graphs = {"device": "npu", "page_size": 128, "dtype": "bfloat16", "graph_rows": [1, 4]}
+    prompts = [[300 + token % 7 for token in range(12)], [400 + token % 5 for token in range(9)]]
+    job = {"model": str(MODEL_DIR), "prompts": prompts, "length": 24, "stages": 2, "options": graphs}
+    job["speculation"] = msgspec.to_builtins(settings)
+    (first, _), (captured, eager) = run_ranks([job, job | {"options": graphs | {"disable_graphs": True}}])
+    assert first["tokens"] == captured["tokens"] == eager["tokens"]
+    assert captured["accepted"] == eager["accepted"]
+    assert max(map(max, captured["accepted"])) > 1
+    assert captured["eager_drafts"] <= 2 < eager["eager_drafts"]
 
 
 def test_two_npus_share_experts_in_graphs_as_eagerly(reference, prompts):
