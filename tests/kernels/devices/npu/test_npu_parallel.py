@@ -86,7 +86,7 @@ def test_two_npus_with_experts_that_move_generate_what_one_does(reference, promp
     """In 16 and 8 bits, where a token takes one expert, so that sums do not depend on where it is."""
     model, texts = reference("placed-moe"), prompts(5, 23)
     copies = {"redundant": 2, "dispatch": "dynamic"}
-    stay, move = (copies | {"rebalance": {"iterations": 6, "min_utilization": least}} for least in (0.0, 1.0))
+    stay, move = (copies | {"rebalance": {"iterations": 12, "min_utilization": least}} for least in (0.0, 1.0))
     half = {"device": "npu", "page_size": 128, "ep_size": 2, "dtype": "bfloat16"}
     half["config_overrides"], options = json.dumps({"num_experts_per_tok": 1}), []
     for kind in ({}, {"quantization": "int8"}):
@@ -156,6 +156,24 @@ def test_two_npus_share_experts_in_graphs_as_eagerly(reference, prompts):
         assert answers[1]["replays"] > answers[0]["replays"] == 0
         assert answers[0]["tokens"] == answers[1]["tokens"]
         assert answers[2]["tokens"] == answers[3]["tokens"]
+
+
+def test_experts_move_beside_graphs_of_two_npus_that_share_them(reference, prompts):
+    """A token takes one expert, so that sums do not depend on where it is. One step in three counts and is eager."""
+    texts, copies = prompts(5, 9, 17), {"redundant": 2, "dispatch": "dynamic"}
+    stay, move = (copies | {"rebalance": {"iterations": 12, "min_utilization": least}} for least in (0.0, 1.0))
+    npu = {"device": "npu", "page_size": 128, "dtype": "bfloat16", "dp_size": 2, "ep_size": 2}
+    npu["config_overrides"] = json.dumps({"num_experts_per_tok": 1})
+    options = [{"experts": stay, "disable_graphs": True}, {"experts": move, "graph_rows": [1, 2]}]
+    job = {"model": str(reference("placed-moe").path), "parts": [texts[:1], texts[1:]], "length": 40}
+    moved = []
+    for eager, graphs in run_ranks([job | {"options": npu | each} for each in options]):
+        assert eager["tokens"] == graphs["tokens"]
+        assert (eager["graphs"], graphs["graphs"]) == ([], [1, 2])
+        assert graphs["replays"] > eager["replays"] == 0
+        moved.append((eager["moved"], graphs["moved"]))
+    assert moved[0] == moved[1]
+    assert moved[0][0] == 0 < moved[0][1]
 
 
 def test_two_npus_divide_prompts_of_sparse_attention_by_tokens(reference, prompts):
