@@ -137,8 +137,8 @@ class LinearLayers:
     """Makes linear layers; in plain torch, unless a device has kernels.
 
     A weight without a kernel is dequantized once, while it is loaded, and the log says so. ``dequantized_bytes``:
-    memory that dequantized weights take beyond their stored size. ``skips_adapters``: whether a pass that is captured
-    while ``LayerContext.idle`` runs as if there were no adapters.
+    memory that weights take beyond their stored size, dequantized or in two layouts. ``skips_adapters``: whether a pass
+    that is captured while ``LayerContext.idle`` runs as if there were no adapters.
     """
 
     skips_adapters: bool = False

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
@@ -80,6 +81,17 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         self._native.refuse("attention to such scores")
         rows = plan.rows if batch.rows is None and isinstance(plan, AttentionPlan | Plan8bit) else batch.rows
         return super().attend_capped(queries, cache, replace(batch, rows=rows), window, scale, extra)
+
+    def hold_latent(self, heads: LatentHeads, spec: Latent) -> int:
+        """As ``Attention.hold_latent``: both weights in the layout of native products. While the operators are compiled
+        they are counted, and made by the first step that has the operators."""
+        caches, native = self._caches, self._native
+        read = caches.dtype is None and Native.fits_latent(caches.page_size, spec.dim + spec.rope_dim, spec.dim)
+        if not read or not NativeLatentHeads.fits(heads) or (native.current is None and native.building is None):
+            return 0
+        if native.current is not None:
+            self._latent_heads[heads] = NativeLatentHeads(native.current, heads)
+        return heads.keys.nbytes + heads.values.nbytes  # the layout pads no size that fits
 
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
 from kernels.contract.config import RunnerConfig
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
@@ -148,6 +149,9 @@ class _Attention(CpuAttention):
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
     ) -> Tensor:
         return self._plain.place_latent(queries, vectors, norm, cos, sin, cache, index)
+
+    def hold_latent(self, heads: LatentHeads, spec: Latent) -> int:
+        return self._plain.hold_latent(heads, spec)
 
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float

@@ -97,6 +97,15 @@ def test_three_stages_draft_what_one_drafts(jobs, alone):
             assert reported["accepted"] == whole["accepted"]
 
 
+def test_a_stage_drafts_before_a_request_has_pages_for_it(jobs, alone):
+    """In pages of one token a request that has just sampled has none for its last token, nor for draft tokens."""
+    small = [job | {"stages": 2, "options": {"page_size": 1}} for job in jobs]
+    for whole, first, last in zip(alone, *run_ranks(small), strict=True):
+        assert first["tokens"] == last["tokens"]
+        assert [each[:50] for each in last["tokens"]] == [each[:50] for each in whole["tokens"]]
+        assert last["accepted"] == whole["accepted"]
+
+
 def test_stages_capture_trees_even_if_a_chain_may_be_as_deep():
     """As n-grams: twelve nodes, of which a chain may have all."""
 
