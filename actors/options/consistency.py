@@ -444,7 +444,6 @@ def _context_parallel(arguments: Arguments) -> Iterator[str]:
         "speculative_algorithm EAGLE3 and DFLASH, whose drafts read hidden states between layers": (
             arguments.speculative_algorithm in ("EAGLE3", "DFLASH")
         ),
-        "enable_lora": arguments.has_adapters,
     }
     for other, given in others.items():
         if given:

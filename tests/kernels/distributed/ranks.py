@@ -32,6 +32,7 @@ from kernels.contract.expert_settings import ExchangeSettings, ExpertSettings
 from kernels.contract.runner import RunningStep
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling, StepBatch, StepResult
+from kernels.core.batch import ForwardBatch
 from kernels.devices.cpu.device import CpuDevice
 from kernels.distributed.group import GroupError, join_group
 from kernels.execution.executors import two_batches
@@ -224,6 +225,7 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         gc.collect()  # else graphs of the job before may give theirs back later
         simulator.faults.scarce_streams(0, job.get("streams_of_rank", [1000] * size)[rank])
     info = runner.load()
+    eager_drafts = count_eager_drafts(runner)
     for index, path in enumerate(adapters, start=1):
         runner.load_adapter(index, path)
     driver = Driver(runner, info)
@@ -276,8 +278,24 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         "num_pages": info.num_pages,
         "cache_bytes": info.cache_bytes,
         "graph_rows": list(info.graph_rows),
+        "eager_drafts": len(eager_drafts),
         "replays": replays,
     }
+
+
+def count_eager_drafts(runner: ModelRunner) -> list[int]:
+    """Tokens of each pass of a draft head that runs eagerly from now on, in the last stage."""
+    found, speculator = list[int](), runner._loaded.speculator
+    head = getattr(getattr(getattr(speculator, "drafter", None), "_own", None), "_model", None)
+    if head is not None:
+        forward = head.forward
+
+        def counted(batch: ForwardBatch, *given: Any) -> torch.Tensor:
+            found.append(len(batch.token_ids))
+            return forward(batch, *given)
+
+        head.forward = counted
+    return found
 
 
 def run_divided(runner: ModelRunner, driver: Driver, job: dict[str, Any], rank: int) -> dict[str, Any]:
