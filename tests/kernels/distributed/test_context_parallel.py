@@ -29,10 +29,10 @@ OPTIONS = {"context_parallel": True}
 def test_ranks_that_divide_prompts_generate_what_one_device_does(size, experts, reference, prompts):
     """In chunks beside which others decode; with experts in both divisions."""
     model, texts = reference("parallel-deepseek-v3.2"), prompts(70, 90, 80)
-    job = {"model": str(model.path), "prompts": texts, "length": 96, "chunk": 67}
-    jobs = [job | {"options": OPTIONS | {"ep_size": experts}}, job | {"prompts": texts[:1], "length": 71}]
+    job = {"model": str(model.path), "prompts": texts, "new": 8, "chunk": 67}
+    jobs = [job | {"options": OPTIONS | {"ep_size": experts}}, job | {"prompts": texts[:1], "new": 1}]
     for divided, heads in run_ranks(jobs, size):
-        assert divided["tokens"] == [model.greedy(text, 96) for text in texts]
+        assert divided["tokens"] == [model.greedy(text, len(text) + 8) for text in texts]
         assert divided["weight_bytes"] > heads["weight_bytes"]  # attention is whole
 
 
@@ -42,11 +42,11 @@ def test_ranks_that_divide_prompts_verify_draft_tokens(reference, prompts, tmp_p
     texts[1] = texts[1][:5] * 16
     latent_heads.with_head(model, DeepseekV32DecoderLayer, tmp_path / "model")
     settings = SpeculativeSettings("MTP", num_steps=2, num_draft_tokens=3), SpeculativeSettings("NGRAM")
-    job = {"model": str(tmp_path / "model"), "prompts": texts, "length": 150, "chunk": 67, "options": OPTIONS}
+    job = {"model": str(tmp_path / "model"), "prompts": texts, "length": 110, "chunk": 67, "options": OPTIONS}
     first, second = run_ranks([job | {"speculation": msgspec.to_builtins(each)} for each in settings])
     for divided, other in zip(first, second, strict=True):
         assert divided["tokens"] == other["tokens"]
-        assert [tokens[:150] for tokens in divided["tokens"]] == [model.greedy(text, 150) for text in texts]
+        assert [tokens[:110] for tokens in divided["tokens"]] == [model.greedy(text, 110) for text in texts]
     most = [max(map(max, divided["accepted"])) for divided in first]
     assert max(most) > 1, most
 
