@@ -341,7 +341,6 @@ def _with_whole_attention(whole: ModelConfig, config: RunnerConfig) -> ModelConf
         and bool(captured_layers(config.speculation, whole)),
         "--pipeline-parallel-size": config.pp_size > 1,
         "--enable-dp-attention": config.dp_size > 1,
-        "--enable-lora": config.adapters is not None,
     }
     for name, given in others.items():
         if given:

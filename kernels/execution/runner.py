@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -196,6 +197,8 @@ class ModelRunner:
                     shared.close()
         for name in ("_context", "_loaded"):
             self.__dict__.pop(name, None)
+        if self._group.size > 1:
+            gc.collect()  # NCCL waits for graphs that hold its collectives, if they are in a cycle for ever
         self._group.close()
         self._group = Group()
 

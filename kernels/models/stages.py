@@ -124,6 +124,10 @@ class StageAdapters:
     def make_head(self, module: str, context: LayerContext) -> Delta | None:
         return self._adapters.make_head(module, context)
 
+    def make_latent(self, module: str, context: LayerContext) -> tuple[Tensor, Tensor] | None:
+        (whole,) = self._names((module,))
+        return self._adapters.make_latent(whole, context)
+
     def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
         (stacked,) = self._names((experts.stacked,))
         modules = [self._names(each) for each in experts.modules]
