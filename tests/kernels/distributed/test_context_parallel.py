@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import LayerContext
 from kernels.distributed.context_parallel import ContextParallel, divide_rows, divide_tokens
 from kernels.distributed.group import Group
 from tests.kernels.distributed.ranks import run_ranks
@@ -120,7 +123,28 @@ def test_cache_writes_of_other_ranks_are_shared():
     context.share(cache)
     assert torch.equal(cache.view(count, 2), vectors.flip(0))
     assert torch.equal(context.gather(vectors[own]), vectors)
-    assert torch.equal(context.around(lambda x: x * 2)(vectors[own]), vectors[own] * 2)
+    assert torch.equal(context.around(lambda x: x * 2, None)(vectors[own]), vectors[own] * 2)
+
+
+def test_adapters_read_the_rows_of_the_tokens_that_a_layer_runs():
+    nothing: Any = None
+    rows, group, count = LayerContext(nothing, torch.device("cpu")), First(), MIN_TOKENS
+    context, batch = ContextParallel(group, torch.from_numpy, planned), batch_of(count)
+    rows.open(count // 16, 16)
+    rows.assign(np.array([0]), 2)  # of the last 16 tokens: the batch fills the cache from its end
+    rows.enter(batch.cache_index)
+    context.enter(batch)
+    own, other = (torch.from_numpy(tokens) for tokens in divide_tokens(count, 2))
+    places = rows.rows
+    assert places.tolist() == [0] * (count - 16) + [2] * 16
+    rows.divide(own)
+    assert torch.equal(rows.rows, places[own])
+    group.other, seen = torch.zeros(len(other), 1), []
+    context.around(lambda x: (seen.append(rows.rows), x)[1], rows)(torch.zeros(len(own), 1))
+    assert torch.equal(seen[0], places)
+    assert torch.equal(rows.rows, places[own])
+    rows.select(torch.tensor([count - 1, 0]))
+    assert rows.rows.tolist() == [2, 0]
 
 
 def test_a_pass_with_few_tokens_is_whole_on_every_rank():
