@@ -326,7 +326,7 @@ def _beyond(
     if settings is not None:
         rank = max((each.rank for each in modules.values()), default=0)
         if rank > settings.max_rank:
-            wrong.append(f"its rank {rank} is larger than --max-lora-rank {settings.max_rank}")
+            wrong.append(f"its rank {rank} is larger than --max-lora-rank {settings.max_rank}; start with {rank}")
         targets = sorted(set(_targets(modules)) - set(settings.targets))
         if ALL_TARGETS in settings.targets:  # of linear layers in the middle
             apart = {target_of(module) for module, each in modules.items() if each.lookup}

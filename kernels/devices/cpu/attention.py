@@ -31,9 +31,15 @@ from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.latent_cache import Vectors
 from kernels.devices.row_attention import CapAndSinks
 
-__all__ = ["CpuAttention", "CpuPlan"]
+__all__ = ["CpuAttention", "CpuPlan", "latent_rows"]
 
 CpuPlan = AttentionPlan | Plan8bit | InvariantPlan
+
+
+def latent_rows(batch: ForwardBatch) -> AttentionRows | None:
+    """The rows of a step whose layers may attend by a plan or by rows."""
+    plan = batch.plans.get(0)
+    return batch.rows if batch.rows is not None or plan is None else plan.rows
 
 
 class CpuAttention(Attention[CpuCache, CpuPlan]):
@@ -93,14 +99,19 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
             self._latent_heads[heads] = NativeLatentHeads(native.current, heads)
         return heads.keys.nbytes + heads.values.nbytes  # the layout pads no size that fits
 
+    @staticmethod
+    def fits_latent(cache: Vectors, heads: LatentHeads) -> bool:
+        """Whether all of ``attend_latent`` of short rows is native in bf16."""
+        fits = isinstance(cache, Tensor) and Native.fits_latent(cache.shape[1], cache.shape[2], heads.rank)
+        return fits and NativeLatentHeads.fits(heads)
+
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
         """As ``Attention.attend_latent``: decodes and short chunks by native operators, where vectors are bf16."""
-        plan = batch.plans.get(0)
-        rows = plan.rows if batch.rows is None and isinstance(plan, AttentionPlan | Plan8bit) else batch.rows
+        rows = latent_rows(batch)
         fits = isinstance(cache, Tensor) and Native.fits_latent(cache.shape[1], cache.shape[2], heads.rank)
-        packs = fits and NativeLatentHeads.fits(heads)
+        packs = self.fits_latent(cache, heads)
         native = self._fitting(queries.dtype, packs if self._native.recording else fits)
         if native is None or rows is None:
             return super().attend_latent(queries, cache, replace(batch, rows=rows), heads, scale)
