@@ -25,16 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaLowRankDelta", "add_low_rank", "make_up"]
 
-_BLOCK: Final = 128  # inputs of a step
-_TILE: Final = 64  # outputs
-_ROWS: Final = 64  # of a program
-_LINES: Final = 64  # of A, of a program
-_RANKS: Final = 16  # of B, of a step
-_SPLIT: Final = 512  # fewest inputs of a program
+_BLOCK: Final = 128  # inputs of a step, and outputs of a program
+_SPLIT: Final = 512  # inputs of a program, where there are so few rows that they do not fill the device
 _MAX_SPLITS: Final = 16
 _INVARIANT_SPLITS: Final = 4  # of any number of rows
-_DOWN_PROGRAMS: Final = 264  # of one place: more inputs are divided between programs until there are as many
-_UP_PROGRAMS: Final = 264
+_FEW: Final = 256  # rows
+_OUTPUTS: Final = 64  # of a program of the product, all of one module
+_MAX_RANK: Final = 128  # of a program: more does not fit shared memory in float32
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -47,38 +44,40 @@ def low_rank_down_kernel(
     stride,
     inputs,
     split,
-    lines: tl.constexpr,
+    modules,
+    rank: tl.constexpr,
     row_block: tl.constexpr,
-    line_block: tl.constexpr,
+    rank_block: tl.constexpr,
     chunks: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """``low`` float32 [splits, rows, lines]: the sums of ``split`` inputs each, of ``x`` [rows, inputs], whose rows are
-    ``stride`` apart, times ``down`` [places, lines, inputs]. Rows of place 0 are not written. A program is for one of
-    ``chunks`` of the lines."""
-    place, chunk, part = tl.program_id(1) + 1, tl.program_id(2) % chunks, tl.program_id(2) // chunks
+    """``low`` float32 [splits, rows, modules * rank]: the sums of ``split`` inputs each, of ``x`` [rows, inputs], whose
+    rows are ``stride`` apart, times ``down`` [places, modules * rank, inputs]. Rows of place 0 are not written. A
+    program is for one of ``chunks`` of a rank."""
+    place, chunk, pair = tl.program_id(1) + 1, tl.program_id(2) % chunks, tl.program_id(2) // chunks
+    part, module = pair // modules, pair % modules
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
-    at = chunk * line_block + tl.arange(0, line_block)
+    at = chunk * rank_block + tl.arange(0, rank_block)
     column = tl.arange(0, block)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
     own = tl.load(places + row, mask=row < rows, other=0) == place
     if tl.max(own.to(tl.int32), 0) > 0:
-        total = tl.zeros([row_block, line_block], tl.float32)
+        total = tl.zeros([row_block, rank_block], tl.float32)
         first = x + row[:, None].to(tl.int64) * stride
-        second = down + place.to(tl.int64) * lines * inputs + at[None, :] * inputs
+        second = down + (place * modules + module).to(tl.int64) * rank * inputs + at[None, :] * inputs
         for begin in range(part * split, tl.minimum(part * split + split, inputs), block):
             here = begin + column
             left = tl.load(first + here[None, :], mask=own[:, None] & (here < inputs)[None, :], other=0.0)
-            right = tl.load(second + here[:, None], mask=(at < lines)[None, :] & (here < inputs)[:, None], other=0.0)
+            right = tl.load(second + here[:, None], mask=(at < rank)[None, :] & (here < inputs)[:, None], other=0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
-        there = (part * rows + row[:, None]).to(tl.int64) * lines + at[None, :]
-        tl.store(low + there, total, mask=own[:, None] & (at < lines)[None, :])
+        there = (part * rows + row[:, None]).to(tl.int64) * (modules * rank) + module * rank + at[None, :]
+        tl.store(low + there, total, mask=own[:, None] & (at < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "count"])
+@triton.jit(do_not_specialize=["rows"])
 def low_rank_up_kernel(
     low,
     places,
@@ -86,7 +85,6 @@ def low_rank_up_kernel(
     tiles,
     out,
     rows,
-    count,
     stride,
     lines_apart,
     outputs_apart,
@@ -102,53 +100,50 @@ def low_rank_up_kernel(
     pdl: tl.constexpr,
 ):
     """Adds to ``out`` [rows, outputs], whose rows are ``stride`` apart, the sum of ``low``'s splits times ``up``
-    [places, rank, outputs]. ``tiles`` int32 [count, 3]: a tile's first column, the end of its module's, the module;
-    a program is for some rows and for tiles at equal distances. ``most``: the last place. Not ``adds``: overwrites
-    ``out``, with zeros where there is no adapter."""
-    begins = tl.program_id(0) * row_block
-    near = tl.arange(0, row_block)
+    [places, rank, outputs]. ``tiles`` int32 [tiles, 3]: a tile's first column, the end of its module's, the module.
+    ``most``: the last place. Not ``adds``: overwrites ``out``, with zeros where there is no adapter."""
+    tile = tiles + tl.program_id(1) * 3
+    column = tl.load(tile) + tl.arange(0, block)
+    here = column < tl.load(tile + 1)
+    module = tl.load(tile + 2)
+    row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     at = tl.arange(0, rank_block)
-    # Only the first of a program's addresses have 64 bits, which take twice the registers.
-    low += begins.to(tl.int64) * (modules * rank)
-    out += begins.to(tl.int64) * stride
-    apart = rows.to(tl.int64) * (modules * rank)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    place = tl.load(places + begins + near, mask=begins + near < rows, other=0).to(tl.int32)
-    first = tl.min(tl.where(place > 0, place, most), 0)
-    last = tl.max(place, 0)
-    if (last > 0) | (not adds):
-        for index in range(tl.program_id(1), count, tl.num_programs(1)):
-            tile = tiles + index * 3
-            column = tl.load(tile) + tl.arange(0, block)
-            here = column < tl.load(tile + 1)
-            module = tl.load(tile + 2)
-            target = out + near[:, None] * stride + column[None, :]
-            total = tl.zeros([row_block, block], tl.float32)
-            for number in range(first, last + 1):
-                own = place == number
-                if tl.max(own.to(tl.int32), 0) > 0:
-                    for begin in range(0, rank, rank_block):
-                        inside = begin + at < rank
-                        there = low + near[:, None] * (modules * rank) + module * rank + begin + at[None, :]
-                        known = own[:, None] & inside[None, :]
-                        left = tl.zeros([row_block, rank_block], tl.float32)
-                        for part in range(splits):
-                            left += tl.load(there + part * apart, mask=known, other=0.0)
-                        lines = up + number.to(tl.int64) * places_apart + (begin + at[:, None]) * lines_apart
-                        right = tl.load(
-                            lines + column[None, :] * outputs_apart,
-                            mask=inside[:, None] & here[None, :],
-                            other=0.0,
+    place = tl.load(places + row, mask=row < rows, other=0)
+    target = out + row[:, None].to(tl.int64) * stride + column[None, :]
+    if tl.max(place, 0) > 0:
+        total = tl.zeros([row_block, block], tl.float32)
+        first = tl.min(tl.where(place > 0, place, most), 0).to(tl.int32)
+        for number in range(first, tl.max(place, 0).to(tl.int32) + 1):
+            own = place == number
+            if tl.max(own.to(tl.int32), 0) > 0:
+                for begin in range(0, rank, rank_block):
+                    inside = begin + at < rank
+                    there = row[:, None].to(tl.int64) * (modules * rank) + module * rank + begin + at[None, :]
+                    known = own[:, None] & inside[None, :]
+                    left = tl.zeros([row_block, rank_block], tl.float32)
+                    for part in range(splits):
+                        left += tl.load(
+                            low + part * rows.to(tl.int64) * (modules * rank) + there, mask=known, other=0.0
                         )
-                        total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
-            if adds:
-                known = (place > 0)[:, None] & here[None, :]
-                total += tl.load(target, mask=known, other=0.0).to(tl.float32)
-            else:
-                known = (begins + near < rows)[:, None] & here[None, :]
-            tl.store(target, total.to(out.dtype.element_ty), mask=known)
+                    lines = number * places_apart + (begin + at[:, None]).to(tl.int64) * lines_apart
+                    right = tl.load(
+                        up + lines + column[None, :].to(tl.int64) * outputs_apart,
+                        mask=inside[:, None] & here[None, :],
+                        other=0.0,
+                    )
+                    total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+        known = (place > 0)[:, None] & here[None, :]
+        if adds:
+            total += tl.load(target, mask=known, other=0.0).to(tl.float32)
+        else:
+            known = (row < rows)[:, None] & here[None, :]
+        tl.store(target, total.to(out.dtype.element_ty), mask=known)
+    elif not adds:
+        nothing = tl.zeros([row_block, block], out.dtype.element_ty)
+        tl.store(target, nothing, mask=(row < rows)[:, None] & here[None, :])
 
 
 class CudaLowRankDelta(LowRankDelta):
@@ -163,7 +158,7 @@ class CudaLowRankDelta(LowRankDelta):
         tiles = [
             (column, end, module)
             for module, (begin, end) in enumerate(self.columns)
-            for column in range(begin, end, _TILE)
+            for column in range(begin, end, _BLOCK)
         ]
         self._tiles = torch.tensor(tiles, dtype=torch.int32, device=down.device)
         self._ends = torch.tensor([end for _, end in self.columns], dtype=torch.int32, device=down.device)
@@ -183,7 +178,7 @@ class CudaLowRankDelta(LowRankDelta):
     @property
     def extends(self) -> bool:
         """Whether ``extension`` supports the layer: its kernel takes 64 outputs, and 16 bytes, at a time."""
-        whole = all(end % _TILE == 0 for _, end in self.columns)
+        whole = all(end % _OUTPUTS == 0 for _, end in self.columns)
         return whole and self.rank % 8 == 0 and self.down.shape[2] % 8 == 0
 
     def extension(self, x: Tensor) -> Extension:
@@ -226,23 +221,28 @@ def add_low_rank(
     ``adds``: overwrites ``outputs``. ``invariant``: sums are divided alike for any number of rows. Other places add
     zeros to the sums of a row."""
     rows, inputs = x.shape
-    most, rank, lines = len(down) - 1, up.shape[1], down.shape[1]
+    most, rank, modules = len(down) - 1, up.shape[1], down.shape[1] // up.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
-    row_block = _ROWS if invariant else min(_ROWS, max(16, triton.next_power_of_2(rows)))
-    blocks, pdl = triton.cdiv(rows, row_block), overlapping(x.device)
-    line_block = min(max(16, triton.next_power_of_2(lines)), _LINES)
-    chunks = triton.cdiv(lines, line_block)
-    splits = _INVARIANT_SPLITS if invariant else max(1, _DOWN_PROGRAMS // (blocks * chunks))
-    splits = min(splits, _MAX_SPLITS, triton.cdiv(inputs, _SPLIT))
+    most_splits = _INVARIANT_SPLITS if invariant else _MAX_SPLITS if rows <= _FEW else 1
+    splits = min(most_splits, triton.cdiv(inputs, _SPLIT))
     split = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK) * _BLOCK
-    low = torch.empty((splits, rows, lines), dtype=torch.float32, device=x.device)
-    low_rank_down_kernel[(blocks, most, splits * chunks)](
-        x, places, down, low, rows, x.stride(0), inputs, split, lines, row_block, line_block, chunks, _BLOCK, pdl,
-        num_warps=4, launch_pdl=pdl,
+    low = torch.empty((splits, rows, modules * rank), dtype=torch.float32, device=x.device)
+    rank_block = min(max(16, triton.next_power_of_2(rank)), _MAX_RANK)
+    chunks = triton.cdiv(rank, rank_block)
+    row_block = min(max(16, 4096 // rank_block), 64)
+    if not invariant:
+        row_block = min(row_block, max(16, triton.next_power_of_2(rows)))
+    blocks, pdl, warps = (
+        triton.cdiv(rows, row_block),
+        overlapping(x.device),
+        8 if max(row_block, rank_block) >= 64 else 4,
+    )
+    low_rank_down_kernel[(blocks, most, splits * modules * chunks)](
+        x, places, down, low, rows, x.stride(0), inputs, split,
+        modules, rank, row_block, rank_block, chunks, _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
-    across, warps = min(len(tiles), triton.cdiv(_UP_PROGRAMS, blocks)), 8 if row_block == _ROWS else 4
-    low_rank_up_kernel[(blocks, across)](
-        low, places, up, tiles, outputs, rows, len(tiles), outputs.stride(0), up.stride(1), up.stride(2), up.stride(0),
-        lines // rank, most, splits, rank, row_block, _RANKS, _TILE, adds, pdl, num_warps=warps, launch_pdl=pdl,
+    low_rank_up_kernel[(blocks, len(tiles))](
+        low, places, up, tiles, outputs, rows, outputs.stride(0), up.stride(1), up.stride(2), up.stride(0), modules,
+        most, splits, rank, row_block, min(32, rank_block), _BLOCK, adds, pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return outputs

@@ -101,8 +101,8 @@ def adapters(dtype):
     """Additions of an adapter of 8 places to fused layers, in decodes and prompts."""
     for rows, rank in ((1, 16), (33, 64), (2048, 16), (2048, 128), (33, 1024)):
         x, out = empty(rows, 4096, dtype=dtype), empty(rows, 6144, dtype=dtype)
-        down, up = empty(9, 3 * rank, 4096, dtype=dtype), make_up((1, 9, rank, 6144), dtype, x.device)[0]
-        tiles = empty(96, 3, dtype=torch.int32)
+        down, up = empty(9, 3 * rank, 4096, dtype=dtype), empty(9, rank, 6144, dtype=dtype)
+        tiles = empty(48, 3, dtype=torch.int32)
         places = empty(rows, dtype=torch.int64)
         for adds in (True, False):
             add_low_rank(x, places, down, up, tiles, out, adds=adds)
