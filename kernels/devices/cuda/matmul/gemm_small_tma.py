@@ -39,10 +39,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import copying
-from kernels.devices.cuda.matmul.low_rank_few import STEP, Extension, describe, shared_memory
 from kernels.devices.cuda.matmul.scaled_residual import ROWS, Joining, Scaled
 
-__all__ = ["EightBitScales", "TmaSplit", "choose_split", "described", "multiply"]
+__all__ = ["EightBitScales", "Extension", "TmaSplit", "choose_split", "describe", "described", "multiply"]
 
 _ROWS: Final = ROWS  # of the weight: what wgmma takes
 _BLOCK_BYTES: Final = 256  # of a row, in a stage
@@ -76,6 +75,24 @@ class EightBitScales(NamedTuple):
     tokens: Tensor
     rows: Tensor
     dtype: torch.dtype
+
+
+class Extension(NamedTuple):
+    """What a product of ``tokens`` goes on with, after its inputs: ``low`` [modules * tokens, width], the last numbers
+    of each token's row; ``up`` [outputs, width]; ``places`` int64 [tokens], of ``rank`` numbers each; ``begun``: of
+    ``low_rank_few.low_rank_few_kernel``; ``ends`` int32 [modules] of the modules' outputs, which are multiples of 64.
+    ``step``: numbers that are written up to the last place in use; ``shared``: bytes of shared memory of a program of
+    A."""
+
+    low: Tensor
+    up: Tensor
+    places: Tensor
+    begun: Tensor
+    ends: Tensor
+    modules: int
+    rank: int
+    step: int
+    shared: int
 
 
 class TmaSplit(NamedTuple):
@@ -387,11 +404,16 @@ def gemm_small_tma_kernel(
 def described(weight: Tensor) -> TensorDescriptor:
     """The copy engine's descriptor of a dense weight [outputs, inputs] of 16 or 8 bits; a row is a multiple of 16
     bytes."""
-    return _describe(weight, _ROWS)
+    return describe(weight, _ROWS)
 
 
-def _describe(dense: Tensor, rows: int) -> TensorDescriptor:
-    return describe(dense, rows, _BLOCK_BYTES // dense.element_size())
+def describe(dense: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """The copy engine's descriptor of blocks of ``rows`` and ``columns`` of a matrix of 16 or 8 bits, whose rows are
+    contiguous and begin at multiples of 16 bytes; without ``columns``: of the inputs of a stage."""
+    size = dense.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size)
+    block = [rows, columns or _BLOCK_BYTES // size]
+    return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], block, layout)
 
 
 def _evenly(tiles: int, steps: int) -> TmaSplit | None:
@@ -453,7 +475,7 @@ def multiply(
     if extension is not None:
         if not gated and tiles * triton.cdiv(len(x), token_block) > _FEW:  # the sum of parts would wait for A, too
             splits, stages = 1, _EXTENDED
-        memory = _SHARED - shared_memory(len(x))
+        memory = _SHARED - extension.shared
         stages = min(stages, memory // ((halves * _ROWS + token_block) * _BLOCK_BYTES))
     parts = triton.cdiv(len(x), token_block)
     left = left and splits > 1
@@ -468,7 +490,7 @@ def multiply(
     following = None if joining is None else joining.following
     pdl = copying(x.device)
     gemm_small_tma_kernel[(splits, tiles, parts)](
-        _describe(x, token_block),
+        describe(x, token_block),
         weight,
         out if bias is None else bias,
         out,
@@ -480,8 +502,8 @@ def multiply(
         out if following is None else following.squares,
         out if scales is None else scales.tokens,
         out if scales is None else scales.rows,
-        out if extension is None else describe(extension.low, token_block, STEP),
-        out if extension is None else describe(extension.up, _ROWS, STEP),
+        out if extension is None else describe(extension.low, token_block, extension.step),
+        out if extension is None else describe(extension.up, _ROWS, extension.step),
         out if extension is None else extension.places,
         out if extension is None else extension.begun,
         out if extension is None else extension.ends,
@@ -506,7 +528,7 @@ def multiply(
         following is not None,
         0 if extension is None else extension.modules,
         0 if extension is None else extension.rank,
-        STEP,
+        0 if extension is None else extension.step,
         pdl,
         num_warps=_WARPS,
         launch_pdl=pdl,

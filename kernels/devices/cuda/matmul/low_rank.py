@@ -21,7 +21,7 @@ from kernels.devices.cuda.launch import overlapping
 from kernels.devices.low_rank import LowRankDelta
 
 if TYPE_CHECKING:
-    from kernels.devices.cuda.matmul.low_rank_few import Extension
+    from kernels.devices.cuda.matmul.gemm_small_tma import Extension
 
 __all__ = ["CudaLowRankDelta", "add_low_rank", "make_up"]
 
@@ -183,12 +183,15 @@ class CudaLowRankDelta(LowRankDelta):
 
     def extension(self, x: Tensor) -> Extension:
         """For the kernel of a product of up to 64 tokens ``x`` [tokens, inputs], which is launched next."""
-        from kernels.devices.cuda.matmul import low_rank_few
+        from kernels.devices.cuda.matmul import gemm_small_tma, low_rank_few
 
         places = self.context.rows
         low, begun = low_rank_few.shrink(x, places, self.down, self.rank, self._counters)
         up = _by_outputs(self.up)[:, self.rank :]
-        return low_rank_few.Extension(low, up, places, begun, self._ends, len(self.columns), self.rank)
+        return gemm_small_tma.Extension(
+            low, up, places, begun, self._ends, len(self.columns), self.rank, low_rank_few.STEP,
+            low_rank_few.shared_memory(len(x)),
+        )  # fmt: skip
 
 
 def make_up(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:

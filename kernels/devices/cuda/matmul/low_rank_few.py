@@ -11,7 +11,7 @@ rows before the tokens exist. A program none of whose rows is of a place in use 
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -25,12 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import copying
+from kernels.devices.cuda.matmul.gemm_small_tma import describe
 
-__all__ = ["STEP", "Extension", "describe", "shared_memory", "shrink"]
+__all__ = ["STEP", "shared_memory", "shrink"]
 
 STEP: Final = 64
 """Numbers of a token that the product reads at a time."""
@@ -167,20 +167,6 @@ def low_rank_few_kernel(
         gl.store(low + line_of * width + of_each[:, None] * rank + (row % rank)[None, :], result.to(like), mask=known)
 
 
-class Extension(NamedTuple):
-    """What a product of ``tokens`` goes on with, after its inputs: ``low`` [modules * tokens, width], the last numbers
-    of each token's row; ``up`` [outputs, width]; ``places`` int64 [tokens], of ``rank`` numbers each; ``begun``: of
-    ``low_rank_few_kernel``; ``ends`` int32 [modules] of the modules' outputs, which are multiples of 64."""
-
-    low: Tensor
-    up: Tensor
-    places: Tensor
-    begun: Tensor
-    ends: Tensor
-    modules: int
-    rank: int
-
-
 def shared_memory(tokens: int) -> int:
     """Bytes of shared memory that a program of ``shrink`` takes."""
     return _STAGES * (_ROWS + _token_block(tokens)) * _BLOCK * 2 + 1024
@@ -190,15 +176,9 @@ def _token_block(tokens: int) -> int:
     return max(_MIN_BLOCK, triton.next_power_of_2(tokens))
 
 
-def describe(dense: Tensor, rows: int, columns: int = _BLOCK) -> TensorDescriptor:
-    """The copy engine's descriptor of ``rows`` and ``columns`` of 16 or 8 bits of a matrix, whose rows are contiguous
-    and begin at multiples of 16 bytes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * dense.element_size())
-    return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], [rows, columns], layout)
-
-
 def shrink(x: Tensor, places: Tensor, down: Tensor, rank: int, counters: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` [tokens, inputs], up to 64, whose ``places`` are int64 [tokens] -> ``low`` and ``begun`` of ``Extension``.
+    """``x`` [tokens, inputs], up to 64, whose ``places`` are int64 [tokens] -> ``low`` and ``begun`` of ``Extension``
+    of ``gemm_small_tma``.
     ``down`` [places, modules * rank, inputs]. ``counters``: int32 zeros, as many as ``down`` has rows and one more."""
     tokens, inputs = x.shape
     rows, width, used = down.shape[1], (len(down) - 1) * rank, down[1:].flatten(0, 1)
@@ -211,8 +191,8 @@ def shrink(x: Tensor, places: Tensor, down: Tensor, rank: int, counters: Tensor)
     row_block = min(_ROWS, max(16, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(len(down) - 1, max(1, _ROWS // rows)) * triton.cdiv(rows, _ROWS)
     low_rank_few_kernel[(splits, tiles)](
-        describe(x, token_block), describe(used, _ROWS), places, low, counters, partial, counters[1:], tokens, width,
-        inputs, share, splits, rows, rank, STEP, token_block, _ROWS, row_block, _BLOCK, _STAGES,
+        describe(x, token_block, _BLOCK), describe(used, _ROWS, _BLOCK), places, low, counters, partial, counters[1:],
+        tokens, width, inputs, share, splits, rows, rank, STEP, token_block, _ROWS, row_block, _BLOCK, _STAGES,
         min(splits, _ADDED // (token_block * row_block)), _WARPS, pdl, num_warps=_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return low, counters
