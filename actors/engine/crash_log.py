@@ -8,6 +8,7 @@ from collections.abc import Callable
 from actors.engine.lifecycle import Lifecycle
 from actors.engine.replica import Replica
 from actors.runtime import ChildCrash, Event, EventKind
+from actors.workers.group import PeerDied
 from kernels.contract.info import ModelInfo
 from telemetry.logs.lines import Event as LogEvent
 from telemetry.metrics.actor_messages import ActorMessages
@@ -58,7 +59,7 @@ class CrashLog:
 
     def log(self, event: Event) -> None:
         """Log a death; for a worker with the requests in its batch. A rank that waited for a stopped peer in a last
-        step is logged at debug level only: ranks stop one after the other."""
+        step is logged at debug level only, and so are the others, which end with it: ranks stop one after the other."""
         replica = self._find(event.actor)
         if replica is None:
             _log_death(event)
@@ -78,7 +79,7 @@ class CrashLog:
 
 def _alone(cause: BaseException | None) -> bool:
     """Whether a rank died because its peers had stopped."""
-    return isinstance(cause, ChildCrash) and cause.reason.startswith("GroupError:")
+    return isinstance(cause, PeerDied) or (isinstance(cause, ChildCrash) and cause.reason.startswith("GroupError:"))
 
 
 def _reason(cause: BaseException | None) -> str:

@@ -16,6 +16,7 @@ from actors.text.fingerprint import fingerprint
 from actors.text.model_files import ModelDownloadError, ModelPathError
 from actors.text.served_model import ServedModel
 from kernels.contract.adapters import AdapterInfo, AdapterSettings
+from kernels.contract.divisions import check_divisions
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 
@@ -47,6 +48,7 @@ def read_model(arguments: Arguments) -> OpenedModel:
     """Open the model, its draft and its adapters. Blocks. Raises ModelPathError, or ArgumentError if arguments conflict
     with the files."""
     served = ServedModel(arguments)
+    _check_divisions(arguments, served)
     try:
         adapters = read_adapters(arguments, served.files.config)
     except (ConfigError, ModelPathError) as error:
@@ -55,6 +57,18 @@ def read_model(arguments: Arguments) -> OpenedModel:
         raise ArgumentError([f"--lora-paths: {error}"]) from error
     settings = adapter_settings(arguments, adapters)
     return OpenedModel(served, speculation(arguments, served.files), adapters, settings)
+
+
+def _check_divisions(a: Arguments, served: ServedModel) -> None:
+    """Refuse sizes here where config.json alone shows that they do not fit: workers take long to start."""
+    if served.is_encoder:  # workers refuse all divisions of it
+        return
+    files, ranks = served.files, a.tensor_parallel_size // (a.data_parallel_size if a.enable_dp_attention else 1)
+    whole = a.enable_nsa_prefill_context_parallel or a.model_impl == "transformers"
+    try:
+        check_divisions(files.config, files.architecture, stages=a.pipeline_parallel_size, ranks=1 if whole else ranks)
+    except ConfigError as error:
+        raise ArgumentError([str(error)]) from error
 
 
 async def open_model(arguments: Arguments) -> OpenedModel:

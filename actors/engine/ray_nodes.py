@@ -115,12 +115,16 @@ class RayNodes:
         )
         deadline = time.monotonic() + float(self._arguments.dist_timeout or _PATIENCE_SECONDS)
         ready = self._group.ready()
+        machines = f"{len(bundles)} machines with {count} {resource} each, including this one"
+        is_logged = False
         while not ray.wait([ready], timeout=_POLL_SECONDS)[0]:
             if self._lifecycle.stop.is_set():
                 return
             if time.monotonic() > deadline:
-                machines = f"{len(bundles)} machines with {count} {resource} each, including this one"
-                raise EngineFailed(f"The Ray cluster has no {machines}.")
+                raise EngineFailed(f"The Ray cluster has no {machines}. Add machines, or lower --nnodes.")
+            if not is_logged:
+                _log.info("Waiting until the Ray cluster has %s.", machines)
+                is_logged = True
         given = msgspec.structs.replace(self._arguments, cluster=None, api_key=None, admin_api_key=None)
         for rank in range(1, given.nnodes):
             actor = (

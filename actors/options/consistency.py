@@ -248,7 +248,7 @@ def _rendezvous(arguments: Arguments) -> Iterator[str]:
     if arguments.node_rank >= arguments.nnodes:
         yield f"node_rank {arguments.node_rank} must be less than nnodes {arguments.nnodes}; ranks begin at 0"
     if arguments.cluster is not None and (arguments.nnodes == 1 or arguments.node_rank):
-        yield "cluster needs nnodes, and no node_rank: Ray starts the other nodes"
+        yield "cluster needs nnodes of at least 2, and no node_rank: Ray starts the other nodes"
     if arguments.nnodes == 1:
         if address is not None and arguments.nccl_port is not None:
             yield "nccl_port contradicts dist_init_addr: one node has one rendezvous; leave one out"
@@ -444,7 +444,6 @@ def _context_parallel(arguments: Arguments) -> Iterator[str]:
         "speculative_algorithm EAGLE3 and DFLASH, whose drafts read hidden states between layers": (
             arguments.speculative_algorithm in ("EAGLE3", "DFLASH")
         ),
-        "enable_lora": arguments.has_adapters,
     }
     for other, given in others.items():
         if given:

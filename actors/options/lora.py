@@ -93,8 +93,8 @@ class LoraArguments(ExpertPlacementArguments, frozen=True, kw_only=True):
             default_text="those of --lora-paths, else all",
             metavar="NAMES",
             help="Layers that adapters may change, by the last part of their names (q_proj), or all linear layers. all "
-            "does not include embed_tokens, lm_head, experts and dora (the magnitudes of DoRA): name them beside it. "
-            "Other layers cost nothing.",
+            "does not include embed_tokens, lm_head, experts, kv_b_proj (of latent attention) and dora (the magnitudes "
+            "of DoRA): name them beside it. Other layers cost nothing.",
         ),
     ] = None
 

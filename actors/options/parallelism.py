@@ -119,7 +119,7 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             minimum=1,
             maximum=256,
             metavar="N",
-            help="Number of replicas of the model behind this server, each with its own scheduler, cache and workers. "
+            help="Number of replicas of the model in this server, each with its own scheduler, cache and workers. "
             "Without --enable-dp-attention each takes --tensor-parallel-size devices for each stage, or on the CPU a "
             "share of the cores, and if the workers of one die, its requests go on in the others.",
         ),

@@ -38,12 +38,16 @@ from actors.workers.launchers.local import LocalLauncher
 from kernels.contract.info import ModelInfo
 from kernels.contract.topology import WorkerId
 
-__all__ = ["WorkerGroup"]
+__all__ = ["PeerDied", "WorkerGroup"]
 
 _log = logging.getLogger("troupe.engine")
 
 _START_TIMEOUT_SECONDS = 300.0
 """Seconds until a worker's process runs; the model is loaded later."""
+
+
+class PeerDied(ChildCrash):
+    """The cause of death of a worker that was ended because another one of its group had died."""
 
 
 class WorkerGroup:
@@ -151,7 +155,7 @@ class WorkerGroup:
             for other, ref in self.workers.items():
                 if other != worker:
                     # Immediately: it may hang in a collective and not see a request to stop.
-                    self._system.crash_actor(ref, ChildCrash(f"ended because {event.actor} had died"))
+                    self._system.crash_actor(ref, PeerDied(f"ended because {event.actor} had died"))
         elif event.kind is EventKind.STOPPED:
             self._release()
 

@@ -97,13 +97,13 @@ def _spelled(name: str) -> str:
 def _with_spelled_names(problem: str) -> str:
     """The sentence, whose fields of Arguments are spelled as options: ``--nccl-port`` for ``nccl_port``.
 
-    Only names of several words are replaced, and one that begins the sentence: others may be plain words.
+    Only ``nnodes``, names of several words, and one that begins the sentence are replaced: others may be plain words.
     """
     names = {argument.field for argument in ARGUMENTS}
     names |= {name.replace("-", "_") for argument in ARGUMENTS for name in argument.opposites}
     first = problem.partition(" ")[0]
     begin = _spelled(first) + problem[len(first) :] if first in names else problem
-    long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    long = "|".join(sorted((name for name in names if "_" in name or name == "nnodes"), key=len, reverse=True))
     return re.sub(rf"(?<![\w/.\-])(?:{long})(?![\w/\-])", lambda found: _spelled(found[0]), begin)
 
 
@@ -187,6 +187,9 @@ def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[
                 given.append(RawArgument(name=name, value=flag, spelling=spelling))
             elif found.entry.takes_many:
                 values = [value] if equals else _take_values(rest, equals)
+                if not values:
+                    problems.append(f"{spelling}: needs one or more values")
+                    continue
                 given.append(RawArgument(name=name, value=" ".join(values), spelling=spelling))
             elif equals:
                 given.append(RawArgument(name=name, value=value, spelling=spelling))

@@ -18,6 +18,7 @@ __all__ = [
     "ALL_TARGETS",
     "DORA",
     "EXPERTS",
+    "LATENT",
     "AdapterFile",
     "AdapterInfo",
     "AdapterSettings",
@@ -31,14 +32,17 @@ ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 """The files that are downloaded from an adapter's repository."""
 
 ALL_TARGETS = "all"
-"""In ``AdapterSettings.targets``: every linear layer but the output and those of experts. Others take room and
-time, and are named."""
+"""In ``AdapterSettings.targets``: every linear layer but the output, those of experts and ``LATENT``. Others
+take room and time, and are named."""
 
 EXPERTS = "experts"
 """In ``AdapterSettings.targets``: all linear layers of the experts that tokens choose."""
 
 DORA = "dora"
 """In ``AdapterSettings.targets``: the magnitudes of DoRA, which scale what a layer gives (arXiv 2402.09353)."""
+
+LATENT = "kv_b_proj"
+"""In ``AdapterSettings.targets``: the product that makes keys and values of latent vectors."""
 
 _READER = "kernels.weights.adapter_files"
 

@@ -88,6 +88,11 @@ class RowAdapters(Protocol):
         """``make`` of the output, which may share its weight with the table of embeddings."""
         ...
 
+    def make_latent(self, module: str, context: LayerContext) -> tuple[Tensor, Tensor] | None:
+        """The places of ``module``, which makes keys and values of latent vectors: see ``AdaptedLatentHeads``; None: no
+        adapter has one."""
+        ...
+
     def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
         """The additions to (gate and up, down) of the experts of this rank; None: no adapter has one."""
         ...
@@ -126,6 +131,7 @@ class LayerContext:
         self.used = self.idle = False
         self._rows: Tensor | None = None
         self._segments: list[tuple[int, Tensor | None]] | None = None
+        self._whole: tuple[Tensor | None, list[tuple[int, Tensor | None]] | None] | None = None  # of a divided pass
         self.in_head = False
         self.places: dict[int, int] = {}
 
@@ -169,10 +175,31 @@ class LayerContext:
     def enter(self, cache_index: Tensor) -> None:
         """A pass begins, whose tokens go to ``cache_index`` int64 [tokens] (page * page_size + offset)."""
         pages = torch.div(cache_index, self._page_size, rounding_mode="floor")
-        self._rows, self._segments = self._of_page.index_select(0, pages), None
+        self._rows, self._segments, self._whole = self._of_page.index_select(0, pages), None, None
+
+    def divide(self, own: Tensor) -> None:
+        """Until ``select`` this rank runs these rows of the pass alone, int64 [rows], but within ``undivided``."""
+        whole = self._rows, self._segments
+        self.select(own)
+        self._whole = whole
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """All rows of the pass within the block."""
+        if self._whole is None:
+            yield
+            return
+        own, (self._rows, self._segments), self._whole = (self._rows, self._segments), self._whole, None
+        try:
+            yield
+        finally:
+            self._whole = self._rows, self._segments
+            self._rows, self._segments = own
 
     def select(self, wanted: Tensor) -> None:
         """The pass goes on with these of its rows alone, int64 [rows]."""
+        if self._whole is not None:
+            (self._rows, self._segments), self._whole = self._whole, None
         self._rows, self._segments = self.rows.index_select(0, wanted), None
 
     @contextmanager

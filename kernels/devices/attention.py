@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
@@ -148,6 +149,10 @@ class Attention(ABC, Generic[Cache, Plan]):
     def make_latent_prologue(self, weights: LatentWeights) -> LatentPrologue | None:
         """The device's own way from tokens to latent attention, if it has one for such weights."""
         return None
+
+    def hold_latent(self, heads: LatentHeads, spec: Latent) -> int:
+        """Make what ``attend_latent`` multiplies with besides ``heads``, over caches of ``spec`` -> its bytes."""
+        return 0
 
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float

@@ -7,20 +7,23 @@ its first numbers are what ``LatentHeads`` makes them from, its last ones are th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.layer_context import LayerContext
 from kernels.core.operators import Norm
 from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
 from kernels.weights.quantization.weights import Projection
 
 __all__ = [
+    "AdaptedLatentHeads",
     "LatentHeads",
     "LatentPrologue",
+    "LatentSpaceHeads",
     "LatentWeights",
     "attend_latent",
     "attend_latent_heads",
@@ -41,10 +44,12 @@ _NUMBERS = 1 << 25  # of keys and values that are made at a time
 @dataclass(frozen=True, eq=False)
 class LatentHeads:
     """What makes keys and values of the first ``rank`` numbers of latent vectors: ``keys`` [heads, plain_dim, rank] and
-    ``values`` [heads, rank, value_dim]."""
+    ``values`` [heads, rank, value_dim]. ``identity``: queries are in the latent space before attention, and so are
+    results behind it."""
 
     keys: Tensor
     values: Tensor
+    identity: ClassVar[bool] = False
 
     @property
     def rank(self) -> int:
@@ -60,6 +65,61 @@ class LatentHeads:
     def expand(self, found: Tensor) -> Tensor:
         """Sums of latent vectors ``found`` [tokens, heads, rank] -> of values, [tokens, heads, value_dim]."""
         return torch.bmm(found.transpose(0, 1), self.values).transpose(0, 1)
+
+
+class LatentSpaceHeads(LatentHeads):
+    """Heads of attention in the latent space itself: ``keys`` and ``values`` are identity matrices."""
+
+    identity = True
+
+    @classmethod
+    def of(cls, heads: LatentHeads) -> LatentSpaceHeads:
+        """As many as ``heads``, of the same rank."""
+        same = torch.eye(heads.rank, dtype=heads.keys.dtype, device=heads.keys.device)
+        same = same.expand(len(heads.keys), -1, -1)
+        return cls(same, same)
+
+    def absorb(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        plain, rotated = queries.split((self.rank, queries.shape[2] - self.rank), 2)
+        return plain, rotated
+
+    def expand(self, found: Tensor) -> Tensor:
+        return found
+
+
+class AdaptedLatentHeads:
+    """``heads`` with what adapters add to them, by the adapter of each query: W + BA makes keys and values of latent
+    vectors, so queries enter the latent space as q W + (q B) A, and results v leave it as W v + B (A v).
+
+    down [places, rank of adapters, rank of ``heads``], up [places, rank of adapters, heads * (plain_dim + value_dim)],
+    whose outputs are its first dimension in memory. factor: of latent vectors. Products are of all places, and those of
+    others than a row's are masked: their shapes are static, and many rows take no copies of matrices.
+    """
+
+    def __init__(self, heads: LatentHeads, context: LayerContext, down: Tensor, up: Tensor, factor: float) -> None:
+        self.heads, self.context, self.factor = heads, context, factor
+        self.in_space = LatentSpaceHeads.of(heads)
+        places, rank, _ = up.shape
+        self._down = down.flatten(0, 1)
+        by_head = up.permute(2, 0, 1).view(len(heads.keys), -1, places * rank)
+        self._keys, self._values = by_head.split((heads.keys.shape[1], heads.values.shape[2]), 1)
+        self._places = torch.arange(places, device=up.device).repeat_interleave(rank)
+
+    def absorb(self, queries: Tensor) -> Tensor:
+        """``queries`` [tokens, heads, plain_dim + rope_dim] -> in latent space [tokens, heads, rank + rope_dim]."""
+        plain, rotated = self.heads.absorb(queries)
+        low = torch.bmm(queries[..., : self._keys.shape[1]].transpose(0, 1), self._keys)
+        return torch.cat((plain + torch.matmul(self._masked(low), self._down).transpose(0, 1), rotated), 2)
+
+    def expand(self, found: Tensor) -> Tensor:
+        """As ``LatentHeads.expand``."""
+        low = self._masked(torch.matmul(found.transpose(0, 1), self._down.t()))
+        return self.heads.expand(found) + torch.bmm(low, self._values.transpose(1, 2)).transpose(0, 1)
+
+    def _masked(self, low: Tensor) -> Tensor:
+        """``low`` [heads, tokens, places * rank of adapters] without what is not of a token's place."""
+        low = low.masked_fill(self.context.rows[:, None] != self._places, 0)
+        return low if self.factor == 1.0 else low * self.factor
 
 
 class LatentPrologue(Protocol):
@@ -100,10 +160,10 @@ def attend_latent_heads(
     """Causal attention of ``queries`` [tokens, heads, plain_dim + rope_dim] -> [tokens, heads, value_dim].
 
     The first rows, up to one of many tokens, are attended to in the latent space, the others with keys and values that
-    are made for them.
+    are made for them, unless there are none to make.
     """
     many = (rows.counts >= _EXPANDED).nonzero()[0]
-    few = int(many[0]) if len(many) else len(rows.counts)
+    few = int(many[0]) if len(many) and not heads.identity else len(rows.counts)
     tokens = int(rows.counts[:few].sum())
     out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
     if tokens:

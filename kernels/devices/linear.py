@@ -137,8 +137,8 @@ class LinearLayers:
     """Makes linear layers; in plain torch, unless a device has kernels.
 
     A weight without a kernel is dequantized once, while it is loaded, and the log says so. ``dequantized_bytes``:
-    memory that dequantized weights take beyond their stored size. ``skips_adapters``: whether a pass that is captured
-    while ``LayerContext.idle`` runs as if there were no adapters.
+    memory that weights take beyond their stored size, dequantized or in two layouts. ``skips_adapters``: whether a pass
+    that is captured while ``LayerContext.idle`` runs as if there were no adapters.
     """
 
     skips_adapters: bool = False
@@ -179,6 +179,10 @@ class LinearLayers:
         ``silu(gate(x)) * up(x)``, where ``linear`` gives gate | up."""
         adapted = self.make_adapted(linear, delta)
         return (lambda x: self.elementwise.silu_and_mul(adapted(x))) if gated else adapted
+
+    def make_down(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros [layers, places, columns, inputs] for the A of adapters, in the memory that ``make_delta`` prefers."""
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def make_up(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros [layers, places, rank, outputs] for the B of adapters, in the layout that ``make_delta`` prefers."""

@@ -11,6 +11,7 @@ more tokens stand before it (Grattafiori et al., arXiv 2407.21783, section 3.3.2
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from kernels.contract.config import CONTEXT_PARALLEL_TOKENS
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import LayerContext
 from kernels.core.operators import Linear
 from kernels.devices.latent_cache import LatentCache, latent_tensors
 from kernels.distributed.group import Group
@@ -81,6 +83,11 @@ class ContextParallel:
             rows=rows,
         )
 
+    @property
+    def own(self) -> Tensor | None:
+        """Indices int64 of this rank's tokens of the pass; None: it runs all of them."""
+        return None if self._division is None else self._division.own
+
     def select(self, x: Tensor) -> Tensor:
         """This rank's tokens of ``x`` [tokens, n] -> [own, n]."""
         return x if self._division is None else x.index_select(0, self._division.own)
@@ -94,9 +101,15 @@ class ContextParallel:
             x = torch.cat((x, x.new_zeros((division.most - len(x), *x.shape[1:]))))
         return self.group.all_gather_rows(x).index_select(0, division.places)
 
-    def around(self, layer: Linear) -> Linear:
-        """A divided ``layer`` that runs the tokens of all ranks and returns this rank's tokens."""
-        return lambda x: self.select(layer(self.gather(x)))
+    def around(self, layer: Linear, rows: LayerContext | None) -> Linear:
+        """A divided ``layer`` that runs the tokens of all ranks and returns this rank's tokens. ``rows``: that adapters
+        of it read."""
+
+        def run(x: Tensor) -> Tensor:
+            with nullcontext() if rows is None else rows.undivided():
+                return self.select(layer(self.gather(x)))
+
+        return run
 
     def share(self, cache: LatentCache) -> None:
         """Write what the other ranks have written of the pass to their ``cache`` to this one."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,22 @@ class Passes:
         self._config, self._device, self._agree, self._bounded = config, device, agree, bounded
         self._moves = moves
         self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
+
+    @property
+    def skipped_adapters(self) -> LayerContext | None:
+        """The model's, if what is captured ``without_adapters`` runs as if it had none; else None."""
+        return self._model.rows if self._device.linear.skips_adapters else None
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Capture for steps in which no slot has an adapter. Only if there are ``skipped_adapters``."""
+        adapters = self._model.rows
+        assert adapters is not None
+        adapters.idle = True
+        try:
+            yield
+        finally:
+            adapters.idle = False
 
     def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False, depth: int = 0) -> CapturedPasses | None:
         """Capture passes of decodes and drafts (``Capture.decodes``). ``depth``: the longest path that is verified."""
@@ -88,14 +105,11 @@ class Passes:
 
     def capture_steps(self, rows: int) -> CapturedSteps | None:
         """Capture whole steps (``Capture.steps``); if there are adapters, also those of rows without them."""
-        found, adapters = self._capture_steps(rows), self._model.rows
-        if found is None or adapters is None or not self._device.linear.skips_adapters:
+        found, adapters = self._capture_steps(rows), self.skipped_adapters
+        if found is None or adapters is None:
             return found
-        adapters.idle = True
-        try:
+        with self.without_adapters():
             plain = self._capture_steps(rows)
-        finally:
-            adapters.idle = False
         if plain is None or plain.rows != found.rows:  # memory was short
             return found
         return _by_use(adapters, found, plain)

@@ -105,15 +105,26 @@ def _shared(
 
 def _stage(context: StepContext, passes: Passes, max_rows: int) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
     """The executors of a pipeline's stage. What is captured begins after the stream is received, and ends before a head
-    or the stream that is sent."""
-    drafter = None if context.loaded.speculator is None else context.loaded.speculator.drafter
+    or the stream that is sent. The last stage captures the passes of the draft, too."""
+    loaded = context.loaded
+    drafter = None if loaded.speculator is None else loaded.speculator.drafter
     result: list[Executor] = [NoRows()]
-    decodes, verifies = passes.capture_decodes(max_rows), None
-    if drafter is not None:
-        rows = min(max_rows, context.loaded.config.max_step_tokens // drafter.max_nodes)
-        verifies = passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
+
+    def capture() -> tuple[CapturedPasses | None, CapturedPasses | None]:
+        decodes = passes.capture_decodes(max_rows)
+        if drafter is None:
+            return decodes, None
+        rows = min(max_rows, loaded.config.max_step_tokens // drafter.max_nodes)
+        return decodes, passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
+
+    decodes, verifies = capture()
     if decodes is not None or verifies is not None:
+        if passes.skipped_adapters is not None:
+            with passes.without_adapters():
+                result.append(CapturedPass(*capture(), passes.skipped_adapters))
         result.append(CapturedPass(decodes, verifies))
+    if drafter is not None:
+        drafter.capture(loaded.agree, None)
     return (*result, EagerPass(context)), () if decodes is None else decodes.rows
 
 

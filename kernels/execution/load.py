@@ -18,6 +18,7 @@ import torch
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, Window, has_states, is_plain
 from kernels.contract.config import RunnerConfig
+from kernels.contract.divisions import stage_layers
 from kernels.contract.errors import ConfigError
 from kernels.contract.expert_placement import read_location
 from kernels.contract.expert_settings import ExchangeSettings
@@ -47,7 +48,7 @@ from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.expert_places import ExpertPlaces
 from kernels.models.registry import build, caches, tensors
 from kernels.models.representative_layers import one_of_each_kind
-from kernels.models.stages import StageAdapters, StageSource, check_stages, stage_config, stage_layers
+from kernels.models.stages import StageAdapters, StageSource, check_stages, stage_config
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter
@@ -199,7 +200,7 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     if config.pp_size > 1 and cache.scales is not None:
         own = stage_layers(whole.layers, config.pp_rank, config.pp_size)
         cache = replace(cache, scales=cache.scales[own.start : own.stop])
-    device.cache.dtype = cache.dtype
+    device.cache.dtype, device.cache.page_size = cache.dtype, config.page_size
     groups = _open_groups(config, part, cache, context, device)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
 
@@ -340,7 +341,6 @@ def _with_whole_attention(whole: ModelConfig, config: RunnerConfig) -> ModelConf
         and bool(captured_layers(config.speculation, whole)),
         "--pipeline-parallel-size": config.pp_size > 1,
         "--enable-dp-attention": config.dp_size > 1,
-        "--enable-lora": config.adapters is not None,
     }
     for name, given in others.items():
         if given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import torch
 
 from kernels.contract.config import RunnerConfig
+from kernels.contract.divisions import stage_layers
 from kernels.contract.errors import ConfigError, UnsupportedError
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
@@ -32,7 +34,6 @@ from kernels.models.adapters import ResidentAdapters
 from kernels.models.config_loader import read_json
 from kernels.models.pooling import read_pooling
 from kernels.models.registry import tensors
-from kernels.models.stages import stage_layers
 from kernels.speculation.warmup import warm_up_drafts
 from kernels.weights.config_json import merge_overrides
 
@@ -196,6 +197,8 @@ class ModelRunner:
                     shared.close()
         for name in ("_context", "_loaded"):
             self.__dict__.pop(name, None)
+        if self._group.size > 1:
+            gc.collect()  # NCCL waits for graphs that hold its collectives, if they are in a cycle for ever
         self._group.close()
         self._group = Group()
 

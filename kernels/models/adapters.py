@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.contract.adapters import DORA, EXPERTS, AdapterSettings, is_named, is_target
+from kernels.contract.adapters import DORA, EXPERTS, LATENT, AdapterSettings, is_named, is_target, target_of
 from kernels.contract.errors import ConfigError
 from kernels.core.layer_context import BaseLayer, Delta, ExpertModules, LayerContext
 from kernels.devices.base import Device
@@ -31,7 +31,8 @@ __all__ = ["ResidentAdapters"]
 class _Layer:
     """Linear layers of the same sizes, of which each fuses some ``modules`` that have ``sizes`` outputs: one, or those
     of a layer's experts. ``down``, ``up`` [layers, places, ...]: see ``LowRankDelta``. ``lookup``: it is a table of
-    embeddings: see ``LookupDelta``. ``scales`` [places, outputs] of ``base``: see ``ScaledDelta``."""
+    embeddings: see ``LookupDelta``. ``latent``: it makes keys and values of latent vectors: see ``AdaptedLatentHeads``.
+    ``scales`` [places, outputs] of ``base``: see ``ScaledDelta``."""
 
     modules: tuple[tuple[str, ...], ...]
     shard: Shard
@@ -39,6 +40,7 @@ class _Layer:
     up: Tensor
     sizes: tuple[int, ...]
     lookup: bool = False
+    latent: bool = False
     base: BaseLayer | None = None
     scales: Tensor | None = None
 
@@ -91,7 +93,7 @@ class _Matrices:
     magnitudes: _Magnitudes | None = None
 
 
-_UNSCALED = "takes no DoRA magnitudes: embeddings, the output and experts do not"
+_UNSCALED = "takes no DoRA magnitudes: embeddings, the output, experts and kv_b_proj do not"
 _Host = list[_Matrices | None]
 """An adapter's matrices for each ``_Layer``; None where it changes nothing."""
 
@@ -166,7 +168,7 @@ class ResidentAdapters:
         specs = [self._spec(module) for module in modules[0]]
         sizes = tuple(_length(spec, 0, shard) for spec in specs)
         inputs, count = _length(specs[0], 1, shard), len(modules)
-        down = torch.zeros(count, places, len(specs) * rank, inputs, dtype=self._dtype, device=context.device)
+        down = self._linear.make_down((count, places, len(specs) * rank, inputs), self._dtype, context.device)
         up = self._linear.make_up((count, places, rank, sum(sizes)), self._dtype, context.device)
         make = self._linear.make_delta
         made = [make(context, first, second, sizes) for first, second in zip(down, up, strict=True)]
@@ -209,6 +211,18 @@ class ResidentAdapters:
         up = torch.zeros(1, places, rank, hidden, dtype=self._dtype, device=context.device)
         self._add(_Layer(((module,),), shard, down, up, (hidden,), lookup=True))
         return self._linear.make_lookup_delta(context, down[0], up[0])
+
+    def make_latent(self, module: str, context: LayerContext) -> tuple[Tensor, Tensor] | None:
+        """See ``kernels.core.layer_context.RowAdapters``."""
+        if not is_named(module, self._settings.targets):
+            return None
+        shard, rank, places = self._room(context)
+        spec = self._spec(module)
+        outputs, latent = _length(spec, 0, shard), spec.shape[1]
+        down = torch.zeros(1, places, rank, latent, dtype=self._dtype, device=context.device)
+        up = torch.zeros(1, outputs, places, rank, dtype=self._dtype, device=context.device).permute(0, 2, 3, 1)
+        self._add(_Layer(((module,),), shard, down, up, (outputs,), latent=True))
+        return down[0], up[0]
 
     def make_head(self, module: str, context: LayerContext) -> Delta | None:
         """See ``kernels.core.layer_context.RowAdapters``."""
@@ -371,7 +385,7 @@ class ResidentAdapters:
         known = self._tensors.get(f"{module}.weight")
         if known is None:
             return f"{module} is no linear layer of the model"
-        named = known.role in (Role.EMBEDDING, Role.OUTPUT)
+        named = known.role in (Role.EMBEDDING, Role.OUTPUT) or target_of(module) == LATENT
         return f"{module} takes no adapters{', unless --lora-target-modules names it' if named else ''}"
 
     def _is_elsewhere(self, module: str) -> bool:
@@ -406,7 +420,7 @@ class ResidentAdapters:
         magnitudes = None
         if layer.base is not None:  # these are computed with the matrices as they are stored
             magnitudes = self._magnitudes(stored, layer, modules, host[0][0].clone(), host[1][0].clone())
-        if not layer.lookup:
+        if not layer.lookup and not layer.latent:
             for down, up in zip(*host, strict=True):
                 ordered = self._linear.order_adapter(down, up, layer.sizes)
                 down.copy_(ordered[0])

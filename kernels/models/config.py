@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kernels.contract.caches import Latent, State
+from kernels.contract.divisions import Divisible
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
@@ -339,18 +340,11 @@ def local_config(
         (narrow if routed_alone else wide)["shared_expert_intermediate_size"] = experts.shared
         if experts.packed:
             wide["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
+    divisible = _divisible(config)
     for numbers, ranks in ((narrow, size), (wide, size * parts)):
         for name, number in numbers.items():
-            if number % ranks:
-                raise ConfigError(
-                    f"{name} {number} of {config.architecture} cannot be divided by --tensor-parallel-size {ranks}; "
-                    f"{_remedy(config)}"
-                )
-    if config.kv_heads % size and size % config.kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads {config.kv_heads} of {config.architecture} and --tensor-parallel-size {size} do not "
-            f"divide one another; {_remedy(config)}"
-        )
+            divisible.check(name, number, ranks)
+    divisible.check_kv_heads(size)
     if experts is not None:
         shared = experts.shared // (size if routed_alone else size * parts)
         experts = dataclasses.replace(experts, inner=experts.inner * ep_size // (size * parts), shared=shared)
@@ -365,17 +359,11 @@ def local_config(
     )
 
 
-def _remedy(config: ModelConfig) -> str:
-    fits = [size for size in range(1, config.heads + 1) if _fits(config, size)]
-    return f"this model takes {', '.join(map(str, fits))}"
-
-
-def _fits(config: ModelConfig, size: int) -> bool:
+def _divisible(config: ModelConfig) -> Divisible:
     sizes = config.experts
     experts = () if sizes is None else (sizes.inner // (MXFP4_BLOCK if sizes.packed else 1), sizes.shared)
     dense = () if config.whole_dense else (config.intermediate_size,)
-    numbers = (config.heads, *dense, *experts, config.vocab_size)
-    return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
+    return Divisible(config.architecture, config.heads, config.kv_heads, (*dense, *experts, config.vocab_size))
 
 
 class ConfigReader:

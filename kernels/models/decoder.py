@@ -180,6 +180,8 @@ class Decoder:
             device.elementwise.add_rows(stream[:, :hidden], None, residual)
         if context is not None:
             residual = context.select(residual)
+            if self.rows is not None and context.own is not None:
+                self.rows.divide(context.own)
         wide: Tensor | None = None
         if captures:
             wide = device.elementwise.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)

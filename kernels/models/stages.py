@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from kernels.contract.divisions import stage_layers
 from kernels.contract.errors import ConfigError
 from kernels.core.layer_context import BaseLayer, Delta, ExpertModules, LayerContext, RowAdapters
 from kernels.models.config import ModelConfig
@@ -21,21 +22,9 @@ from kernels.weights.quantization.weights import Projection, QuantizedWeight
 from kernels.weights.source import ModelSource
 from kernels.weights.tensors import TensorSpec
 
-__all__ = ["StageAdapters", "StageSource", "check_stages", "layer_of", "stage_config", "stage_layers"]
+__all__ = ["StageAdapters", "StageSource", "check_stages", "layer_of", "stage_config"]
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is the layer's
-
-
-def stage_layers(layers: int, stage: int, size: int) -> range:
-    """The layers of a stage: as many as of the others, or one more in the first ones. Raises ConfigError."""
-    if size > layers:
-        raise ConfigError(
-            f"a model of {layers} layers cannot have --pipeline-parallel-size {size}: each stage needs a layer; use "
-            f"at most {layers}"
-        )
-    each, more = divmod(layers, size)
-    begin = stage * each + min(stage, more)
-    return range(begin, begin + each + (stage < more))
 
 
 def stage_config(config: ModelConfig, stage: int, size: int) -> ModelConfig:
@@ -134,6 +123,10 @@ class StageAdapters:
 
     def make_head(self, module: str, context: LayerContext) -> Delta | None:
         return self._adapters.make_head(module, context)
+
+    def make_latent(self, module: str, context: LayerContext) -> tuple[Tensor, Tensor] | None:
+        (whole,) = self._names((module,))
+        return self._adapters.make_latent(whole, context)
 
     def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
         (stacked,) = self._names((experts.stacked,))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.contract.config import RunnerConfig
 from kernels.core.arrays import Ints, Longs
 from kernels.core.noise import exponential_noise, keys_at
 from kernels.core.operators import Candidates, Greedy
@@ -81,15 +82,14 @@ def _add_gumbel_noise(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, 
     return torch.where(sampled, noisy.log_softmax(-1), values - total)
 
 
-_GIVEN = 2  # fewest places in a row's own pages: of its root and of one draft token
-
-
 class DraftPlaces:
     """The places of up to ``places`` draft tokens of a row, from ``first`` positions after its root on."""
 
-    def __init__(self, device: Device, page_size: int, slots: int, places: int, first: int = 0) -> None:
-        self._device, self._page_size, self._slots, self._first = device, page_size, slots, first
-        self._spare = max(0, -(-(first + places - _GIVEN) // page_size))
+    def __init__(self, device: Device, config: RunnerConfig, places: int, first: int = 0) -> None:
+        self._device, self._page_size, self._slots, self._first = device, config.page_size, config.max_slots, first
+        # The fewest places from the root on in a row's own pages. A pipeline drafts before the next step grants any.
+        given = 2 if config.pp_size == 1 else 0
+        self._spare = max(0, -(-(first + places - given) // config.page_size))
         self._begin = 0
 
     def cache_pages(self, pages: int) -> int:

@@ -95,7 +95,7 @@ class DraftRows:
     slots: Longs  # [rows]
     roots: Longs  # [rows]: the position of the last known token; the first draft token is of position roots + 1
     pages: Ints  # [rows, columns]
-    capacity: Longs  # [rows]: positions that the pages hold, more than roots + limits
+    capacity: Longs  # [rows]: positions that the pages hold, more than roots + limits; in a pipeline at least roots
     limits: Longs  # [rows]: nodes besides the root that may be verified, at least 1
     root_tokens: Tensor  # int64 [rows]
     root_positions: Tensor  # int64 [rows], roots on the device
@@ -158,9 +158,10 @@ class Drafter(ABC):
         target's."""
         return []
 
-    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs] | None) -> None:
         """Capture passes, where the device gains by it (``Capture.decodes``). ``accept_outputs``: results of the
-        target's passes that accept; the drafter may draft directly after these."""
+        target's passes that accept; the drafter may draft directly after these. None: nothing drafts early
+        (``draft_early``), and passes that do are not captured."""
         return None
 
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:

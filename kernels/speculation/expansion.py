@@ -78,7 +78,7 @@ class Expansion:
                 f"--speculative-num-steps {self.steps} with --speculative-eagle-topk {self.topk} run {places} nodes "
                 f"through the draft, and at most {MAX_NODES} fit: lower one of them"
             )
-        self._places = DraftPlaces(context.device, config.page_size, config.max_slots, places, first)
+        self._places = DraftPlaces(context.device, config, places, first)
         self._observing: CapturedPasses | None = None  # prepared passes over accepted tokens ...
         self._levels: CapturedPasses | None = None  # ... and over the nodes of a level, with their logits
 

@@ -278,10 +278,8 @@ class Speculator:
             self._observer.add(run, seen, counts, paths)
         self._observer.flush()
         known = state.known[slots]
-        limits = np.full(len(rows), drafter.max_nodes - 1)
-        if drafter.cache_bytes:  # the draft writes to the pages that the request has by now
-            limits = np.minimum(limits, state.page_count[slots] * state.page_size - known)
-        chosen = np.flatnonzero(sound[rows] & (limits > 0) & (state.left(slots) > 1))
+        limits = np.minimum(drafter.max_nodes - 1, state.left(slots) - 1)
+        chosen = np.flatnonzero(sound[rows] & (limits > 0))
         if len(chosen):
             result[chosen] = drafter.draft_next(self._draft_rows(slots[chosen], known[chosen] - 1, limits[chosen], 0))
         drafter.store(slots, known - 1, result)

@@ -7,7 +7,7 @@ sampled tokens. Each stage keeps them by slot until a step verifies them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from kernels.contract.step import Admission
 from kernels.core.arrays import Ints, Longs
 from kernels.core.tree import Drafts, chain, tree_of
 from kernels.devices.base import Device
+from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
 from kernels.speculation.drafter import Drafter, DraftRows, Observation
 
@@ -59,6 +60,10 @@ class StageDrafter(Drafter):
 
     def make_caches(self, pages: int) -> list[Any]:
         return [] if self._own is None else self._own.make_caches(pages)
+
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs] | None) -> None:
+        if self._own is not None:
+            self._own.capture(agree, accept_outputs)
 
     def admit(self, admission: Admission, tokens: Ints) -> None:
         self._roots[admission.slot] = -1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from kernels.contract.adapters import ALL_TARGETS, DORA, EXPERTS, AdapterInfo, AdapterSettings, target_of
+from kernels.contract.adapters import ALL_TARGETS, DORA, EXPERTS, LATENT, AdapterInfo, AdapterSettings, target_of
 from kernels.contract.errors import ConfigError
 from kernels.weights.wrapped import plain_name
 
@@ -326,11 +326,11 @@ def _beyond(
     if settings is not None:
         rank = max((each.rank for each in modules.values()), default=0)
         if rank > settings.max_rank:
-            wrong.append(f"its rank {rank} is larger than --max-lora-rank {settings.max_rank}")
+            wrong.append(f"its rank {rank} is larger than --max-lora-rank {settings.max_rank}; start with {rank}")
         targets = sorted(set(_targets(modules)) - set(settings.targets))
         if ALL_TARGETS in settings.targets:  # of linear layers in the middle
             apart = {target_of(module) for module, each in modules.items() if each.lookup}
-            targets = [target for target in targets if target in {*apart, "lm_head", EXPERTS, DORA}]
+            targets = [target for target in targets if target in {*apart, "lm_head", EXPERTS, LATENT, DORA}]
         if targets:
             wrong.append(f"it changes {', '.join(targets)}, which --lora-target-modules does not include")
     return wrong

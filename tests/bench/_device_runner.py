@@ -40,13 +40,15 @@ def page_run(group: GroupPages, slot: int, tokens: int) -> PageRun:
 class Requests:
     """Acts as the scheduler: prompts of one length at once; decodes first, then prefills, two steps in flight.
 
-    Each sequence has its pages from the start, scattered over memory. ``adapters``: as many are used, in turn.
+    Each sequence has its pages from the start, scattered over memory. ``adapters``: as many are used, in turn. Each
+    part of data-parallel attention runs the same steps.
     """
 
     def __init__(
         self, runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int, adapters: int = 0
     ) -> None:
         self.runner, self.prompt, self.output = runner, prompt, output
+        self.parts = runner._config.dp_size
         each = -(-(prompt + output + 2) // PAGE_SIZE)
         if count * each >= info.num_pages:
             raise SystemExit(f"the cache has {info.num_pages} pages and {count * each} are needed")
@@ -96,6 +98,7 @@ class Requests:
                 counts=counts.tobytes(),
                 admitted=tuple(new),
                 released=released.tobytes(),
+                pass_tokens=self._tokens(int(counts.sum())),
             )
             self.number += 1
             self.made[decoding] += 1
@@ -117,8 +120,20 @@ class Requests:
         seconds = time.perf_counter() - begun
         assert produced == len(self.left) * self.output, (produced, len(self.left) * self.output)
         slots = np.arange(1, len(self.left) + 1, dtype=np.int32)
-        self.runner.run(StepBatch(number=self.number, slots=b"", generations=b"", counts=b"", released=slots.tobytes()))
+        self.runner.run(
+            StepBatch(
+                number=self.number,
+                slots=b"",
+                generations=b"",
+                counts=b"",
+                released=slots.tobytes(),
+                pass_tokens=self._tokens(0),
+            )
+        )
         return seconds
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return (count,) * self.parts if self.parts > 1 else ()
 
     @staticmethod
     def _take(step: RunningStep) -> int:
@@ -156,13 +171,15 @@ def decode(runner: ModelRunner, info: ModelInfo, prompt: int, repeats: int = 3, 
 
 
 def offline(runner: ModelRunner, info: ModelInfo, count: int, repeats: int = 2) -> tuple[float, ...]:
-    """Output tokens a second, 512 in and 256 out."""
-    return tuple(count * 256 / Requests(runner, info, count, 512, 256).run() for _ in range(repeats))
+    """Output tokens a second, 512 in and 256 out, of ``count`` requests."""
+    parts = runner._config.dp_size
+    return tuple(count * 256 / Requests(runner, info, count // parts, 512, 256).run() for _ in range(repeats))
 
 
 def prefill(runner: ModelRunner, info: ModelInfo, repeats: int = 2) -> tuple[float, ...]:
     """Prompt tokens a second, 32 prompts of 4096 tokens, 1 out."""
-    return tuple(32 * 4096 / Requests(runner, info, 32, 4096, 1).run() for _ in range(repeats))
+    parts = runner._config.dp_size
+    return tuple(32 * 4096 / Requests(runner, info, 32 // parts, 4096, 1).run() for _ in range(repeats))
 
 
 def profile(runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int) -> str:
@@ -194,11 +211,14 @@ def measure(
     invariant: bool = False,
     zipf: float = 0.0,
     quantization: str = "",
+    eager: bool = False,
+    counts: Sequence[int] = OFFLINE,
     ranks: Ranks,
 ) -> None:
     """Measure a model; ``done`` gets each row as soon as it exists. ``invariant`` is RunnerConfig's. ``zipf``: the
     exponent of the law that tokens are routed to experts by, 0: by their routers. ``quantization`` is RunnerConfig's
-    and follows the model's name, as does the number of ``ranks``."""
+    and follows the model's name, as do ``eager``, without graphs, and the number of ``ranks``. ``counts``: requests of
+    offline."""
     path = write_model(name, directory)
     from tests.bench._device_memory import read_rate  # with Triton, which only a GPU's machine has
 
@@ -207,8 +227,10 @@ def measure(
         _launch_in_turn()
     begun = time.perf_counter()
     with skewed_routing(zipf, STEP_TOKENS) if zipf else nullcontext():
-        runner, info = load(path, invariant=invariant, quantization=quantization, **ranks.config(name))
-    name = f"{name} {quantization}".strip() + ranks.suffix
+        runner, info = load(
+            path, invariant=invariant, quantization=quantization, disable_graphs=eager, **ranks.config(name)
+        )
+    name = f"{name} {quantization}".strip() + ranks.suffix + (" eager" if eager else "")
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
     print(f"{name}: {rate / 1e12:.2f} TB/s of memory are read here at most")
@@ -227,7 +249,7 @@ def measure(
         for rows in STEP_ROWS:
             found(f"step {rows}", decode(runner, info, 512, 2, rows))
     if "offline" in points:
-        for count in OFFLINE:
+        for count in counts:
             found(f"offline {count}", offline(runner, info, count))
     if "prefill" in points:
         found("prefill", prefill(runner, info))

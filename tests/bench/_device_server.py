@@ -12,18 +12,23 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.bench._device_rows import CONTEXT, OFFLINE, SHAPES, STEP_TOKENS, Row, write_model
+from tests.bench._device_ranks import Ranks
+from tests.bench._device_rows import CONTEXT, SHAPES, STEP_TOKENS, Row, write_model
 
 __all__ = ["engine", "online", "start"]
 
 
-def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
-    """Output tokens a second of ``offline`` through the whole engine with all its actors, without HTTP."""
+def engine(
+    name: str, directory: Path, ranks: Ranks, counts: Sequence[int], *, eager: bool = False, repeats: int = 2
+) -> list[Row]:
+    """Output tokens a second of ``offline`` through the whole engine with all its actors, without HTTP. ``ranks``: its
+    workers. ``eager``: without graphs."""
     import uvloop
 
     from actors.engine.engine import Engine
@@ -36,7 +41,12 @@ def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
         return sum([len(delta.token_ids) async for delta in running.generate(prompt, params)])
 
     async def measure_all() -> list[Row]:
+        width = ranks.size // ranks.stages
         options: dict[str, Any] = {"context_length": CONTEXT, "max_running_requests": 512}
+        options |= {"tensor_parallel_size": width, "pipeline_parallel_size": ranks.stages}
+        options |= {"expert_parallel_size": ranks.parts, "disable_cuda_graph": eager}
+        if ranks.apart:
+            options |= {"data_parallel_size": width, "enable_dp_attention": True}
         rows = []
         async with Engine(
             model=str(path),
@@ -47,7 +57,7 @@ def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
             **options,
         ) as running:
             generator = np.random.default_rng(7)
-            for count in OFFLINE:
+            for count in counts:
                 found = []
                 for _ in range(repeats + 1):  # the first warms up
                     prompts = generator.integers(0, SHAPES[name]["vocab_size"], (count, 512)).tolist()
@@ -55,7 +65,8 @@ def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
                     made = sum(await asyncio.gather(*(sequence(running, prompt) for prompt in prompts)))
                     assert made == count * 256, made
                     found.append(made / (time.perf_counter() - begun))
-                rows.append(Row(name, f"engine {count}", tuple(found[1:])))
+                shown = name + ranks.suffix + (" eager" if eager else "")
+                rows.append(Row(shown, f"engine {count}", tuple(found[1:])))
                 print(rows[-1].line(), flush=True)
         return rows
 

@@ -5,6 +5,7 @@
     python -m tests.bench chaos --streams 256 --rounds 1 --faults harmful-1-prefill,harmful-3-decode
     python -m tests.bench chaos --tokens 1000 --rounds 1 --faults kills
     python -m tests.bench chaos --npu-simulator A2 --streams 16 --tokens 64 --rounds 1 --faults kills,harmful-2-decode
+    python -m tests.bench chaos --pp-size 2 --rank 1 --streams 16 --rounds 1 --faults kill
 
 Every round starts the same greedy streams, waits until all of them decode, and breaks one thing. A stream is *lost*
 when it ends in any way but complete, and *altered* when its tokens are not those of the undisturbed run, one by one and
@@ -77,8 +78,8 @@ _PARTS = ("death noticed", "next process runs", "model loaded", "first token")
 class Chaos:
     """One engine, its streams and the faults that are injected."""
 
-    def __init__(self, engine: Engine, plan: FaultPlan, streams: int, tokens: int, seed: int) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, plan: FaultPlan, streams: int, tokens: int, seed: int, *, rank: int = 0) -> None:
+        self.engine, self._rank = engine, rank
         self._plan = plan
         self._rng = random.Random(seed + 1)
         self._tokens = tokens
@@ -174,7 +175,7 @@ class Chaos:
     # -- the faults
 
     def _worker(self) -> int:
-        return int(self.engine.describe()["workers"][0]["pid"] or 0)
+        return int(self.engine.describe()["workers"][self._rank]["pid"] or 0)
 
     async def kill(self) -> None:
         os.kill(self._worker(), signal.SIGKILL)
@@ -229,6 +230,7 @@ async def measure(arguments: argparse.Namespace) -> list[Row]:
     """Measure each fault on an engine of its own, as an engine whose worker dies too often gives up."""
     rows = []
     expected: list[list[int]] = []
+    several = arguments.tp_size * arguments.pp_size > 1  # which compile kernels in their first steps
     for name in arguments.faults.split(","):
         row = Row(_FAULTS[name])
         harmful, stage = (int(name.split("-")[1]), name.split("-")[2]) if name.startswith("harmful") else (0, "")
@@ -238,12 +240,16 @@ async def measure(arguments: argparse.Namespace) -> list[Row]:
                 dtype=arguments.dtype,
                 max_running_requests=max(64, arguments.streams + harmful),
                 max_worker_restarts=6 if name != "kills" else _KILLS * arguments.rounds,
-                watchdog_timeout=_WATCHDOG if not arguments.npu_simulator else 10 * _WATCHDOG,
+                watchdog_timeout=10 * _WATCHDOG if arguments.npu_simulator or several else _WATCHDOG,
                 random_seed=0,
                 npu_simulator=arguments.npu_simulator,
+                device=arguments.device,
+                max_total_tokens=arguments.max_total_tokens,
+                tensor_parallel_size=arguments.tp_size,
+                pipeline_parallel_size=arguments.pp_size,
                 faults=plan,
             ) as engine:
-                chaos = Chaos(engine, plan, arguments.streams, arguments.tokens, seed=7)
+                chaos = Chaos(engine, plan, arguments.streams, arguments.tokens, seed=7, rank=arguments.rank)
                 chaos.expected = expected
                 if not expected:
                     await chaos.learn()
@@ -290,14 +296,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each fault")
     parser.add_argument("--rest", type=float, default=6.0, help="seconds between rounds")
     parser.add_argument("--npu-simulator", default=None, help="simulated NPUs to run on, as in --npu-simulator A2")
+    parser.add_argument("--max-total-tokens", type=int, default=None, help="tokens of the cache; default: from memory")
+    parser.add_argument("--device", default="auto", help="cpu, npu or cuda")
+    parser.add_argument("--tp-size", type=int, default=1, help="workers that divide each layer")
+    parser.add_argument("--pp-size", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument("--rank", type=int, default=0, help="number of the worker that is killed, aborts or hangs")
     parser.add_argument("--faults", default=_DEFAULT, help=f"of: {', '.join(_FAULTS)}")
     arguments = parser.parse_args(argv)
+    parallel = f"tp {arguments.tp_size}, pp {arguments.pp_size}, rank {arguments.rank}, "
+    several = arguments.tp_size * arguments.pp_size > 1
+    if arguments.rank not in range(arguments.tp_size * arguments.pp_size):
+        parser.error("--rank must be a number below --tp-size times --pp-size")
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.dtype}, ", end="")
+    print(parallel if several else "", end="")
     print(f"{arguments.streams} streams of {arguments.tokens} tokens")
     rows = asyncio.run(measure(arguments))
     print(table(rows))
     for row in rows:
         point = f"simulated NPU: {row.fault}" if arguments.npu_simulator else row.fault
+        point = parallel + point if several else point
         for metric in ("live", "lost", "altered", "deaths"):
             record(point, "live streams" if metric == "live" else metric, getattr(row, metric))
         record(point, "gap p50", percentile(row.gaps, 0.5), "s")

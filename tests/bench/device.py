@@ -21,7 +21,9 @@ and gains (``device_speculative``);
 (``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of
 experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly.
 ``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill, ``--stages N`` the layers,
-``--parts N`` the experts over N parts of the ranks.
+``--parts N`` the experts over N parts of the ranks; with ``--apart`` each rank runs the attention of requests of its
+own (data-parallel attention). ``--eager`` runs them without graphs. ``engine`` follows these options, too, if it is
+measured alone, and ``--counts`` the requests of offline and engine.
 ``--plain NAME[,NAME]`` runs some operators of gated delta nets (scan, head_gates, gated_norm) in plain torch. In
 parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those
 that an earlier part left there, so that the table holds all.
@@ -38,8 +40,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.bench._device_ranks import started_ranks
-from tests.bench._device_rows import HEADER, SHAPES, Row, write_model
+from tests.bench._device_ranks import Ranks, started_ranks
+from tests.bench._device_rows import HEADER, OFFLINE, SHAPES, Row, write_model
 from tests.bench._device_runner import measure
 from tests.bench._device_server import engine, online, start
 from tests.bench._needs import need_gpu
@@ -99,11 +101,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that divide each layer (tensor parallelism)")
     parser.add_argument("--stages", type=int, default=1, help="stages of a pipeline, of --ranks GPUs each")
     parser.add_argument("--parts", type=int, default=1, help="parts of the ranks that experts are divided over")
+    parser.add_argument("--apart", action="store_true", help="each rank has attention of its own requests")
+    parser.add_argument("--eager", action="store_true", help="decode, steps, offline and prefill without graphs")
+    parser.add_argument("--counts", type=int, nargs="+", default=OFFLINE, help="requests of offline and engine")
     parser.add_argument("--plain", default="", help="operators of gated delta nets that run in plain torch")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
     need_gpu()
     points = given.only.split(",")
+    size = given.ranks * given.stages
+    driven = given.profile is not None or bool({"decode", "steps", "offline", "prefill"} & set(points))
+    if size > 1 and driven == bool({"engine"} & set(points)):
+        parser.error("--ranks and --stages are for decode, steps, offline and prefill, or for engine alone")
+    several = (given.ranks, given.stages, given.parts) if driven else (1, 1, 1)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("troupe.kernels.cuda").setLevel(logging.INFO)  # which products were chosen
     if given.plain:
@@ -124,7 +134,7 @@ def main(arguments: list[str]) -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        started_ranks(given.ranks, given.stages, given.parts, arguments) as ranks,
+        started_ranks(*several, arguments, driven and given.apart) as ranks,
     ):
         directory = Path(folder)
         if "products" in points:
@@ -142,7 +152,7 @@ def main(arguments: list[str]) -> None:
         if "chain" in points:
             chain(given.model.split(","))
         for name in given.model.split(","):
-            if {"decode", "steps", "offline", "prefill"} & set(points) or given.profile is not None:
+            if driven:
                 has_experts = "moe_intermediate_size" in SHAPES[name] or "num_local_experts" in SHAPES[name]
                 for zipf in (0.0, given.zipf) if given.zipf and has_experts else (0.0,):
                     measure(
@@ -154,12 +164,15 @@ def main(arguments: list[str]) -> None:
                         invariant=given.deterministic,
                         zipf=zipf,
                         quantization=given.quantization,
+                        eager=given.eager,
+                        counts=given.counts,
                         ranks=ranks,
                     )
             if "speculative" in points:
                 speculative(write_model(name, directory), SHAPES[name], directory)
             if "engine" in points:
-                done(engine(name, directory))
+                plan = Ranks(size, 0, directory, given.stages, given.parts, given.apart)
+                done(engine(name, directory, plan, given.counts, eager=given.eager))
             if "online" in points:
                 done(online(name, directory))
             if "start" in points:

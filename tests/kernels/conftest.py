@@ -161,6 +161,12 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's nativ
     ),
     "native-mistral": ("Mistral", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "sliding_window": 21}),
     "native-moe": DIVISIBLE["parallel-moe"],
+    "native-latent": (
+        "DeepseekV3",
+        LATENT["deepseek-v3"][1]
+        | {"hidden_size": 64, "intermediate_size": 96, "attention_bias": False}
+        | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+    ),
 }
 
 

@@ -11,6 +11,7 @@ ISA = (
     "kernels/devices/test_experts.py",
     "kernels/devices/test_invariant.py",
     "kernels/devices/test_platform.py",
+    "kernels/distributed/test_stage_programs.py",
     "kernels/execution/test_executors.py",
     "kernels/execution/test_prepared_steps.py",
     "kernels/execution/test_rebalancing.py",

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
@@ -30,9 +31,15 @@ from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.latent_cache import Vectors
 from kernels.devices.row_attention import CapAndSinks
 
-__all__ = ["CpuAttention", "CpuPlan"]
+__all__ = ["CpuAttention", "CpuPlan", "latent_rows"]
 
 CpuPlan = AttentionPlan | Plan8bit | InvariantPlan
+
+
+def latent_rows(batch: ForwardBatch) -> AttentionRows | None:
+    """The rows of a step whose layers may attend by a plan or by rows."""
+    plan = batch.plans.get(0)
+    return batch.rows if batch.rows is not None or plan is None else plan.rows
 
 
 class CpuAttention(Attention[CpuCache, CpuPlan]):
@@ -81,14 +88,30 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         rows = plan.rows if batch.rows is None and isinstance(plan, AttentionPlan | Plan8bit) else batch.rows
         return super().attend_capped(queries, cache, replace(batch, rows=rows), window, scale, extra)
 
+    def hold_latent(self, heads: LatentHeads, spec: Latent) -> int:
+        """As ``Attention.hold_latent``: both weights in the layout of native products. While the operators are compiled
+        they are counted, and made by the first step that has the operators."""
+        caches, native = self._caches, self._native
+        read = caches.dtype is None and Native.fits_latent(caches.page_size, spec.dim + spec.rope_dim, spec.dim)
+        if not read or not NativeLatentHeads.fits(heads) or (native.current is None and native.building is None):
+            return 0
+        if native.current is not None:
+            self._latent_heads[heads] = NativeLatentHeads(native.current, heads)
+        return heads.keys.nbytes + heads.values.nbytes  # the layout pads no size that fits
+
+    @staticmethod
+    def fits_latent(cache: Vectors, heads: LatentHeads) -> bool:
+        """Whether all of ``attend_latent`` of short rows is native in bf16."""
+        fits = isinstance(cache, Tensor) and Native.fits_latent(cache.shape[1], cache.shape[2], heads.rank)
+        return fits and NativeLatentHeads.fits(heads)
+
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
         """As ``Attention.attend_latent``: decodes and short chunks by native operators, where vectors are bf16."""
-        plan = batch.plans.get(0)
-        rows = plan.rows if batch.rows is None and isinstance(plan, AttentionPlan | Plan8bit) else batch.rows
+        rows = latent_rows(batch)
         fits = isinstance(cache, Tensor) and Native.fits_latent(cache.shape[1], cache.shape[2], heads.rank)
-        packs = fits and NativeLatentHeads.fits(heads)
+        packs = self.fits_latent(cache, heads)
         native = self._fitting(queries.dtype, packs if self._native.recording else fits)
         if native is None or rows is None:
             return super().attend_latent(queries, cache, replace(batch, rows=rows), heads, scale)

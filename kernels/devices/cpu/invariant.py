@@ -20,7 +20,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Lookup, Norm
-from kernels.devices.cpu.attention import CpuAttention, CpuPlan
+from kernels.devices.cpu.attention import CpuAttention, CpuPlan, latent_rows
 from kernels.devices.cpu.cache import CpuCache, CpuCaches
 from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
@@ -30,6 +30,7 @@ from kernels.devices.cpu.linear import CpuLinearLayers, fits_native
 from kernels.devices.cpu.low_rank import is_ordered
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native
+from kernels.devices.cpu.paged_attention import in_drafts
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put
 from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise, refuse_ranks
@@ -127,7 +128,6 @@ class _LinearLayers(CpuLinearLayers):
 
 class _Attention(CpuAttention):
     invariant_latent = True
-    plans_latent = False
 
     def __init__(self, caches: CpuCaches, native: NativeOperators, put: Put) -> None:
         super().__init__(caches, native)
@@ -144,15 +144,14 @@ class _Attention(CpuAttention):
         self._native.refuse("attention to heads of such sizes")
         return self._plain.attend(queries, cache, plan, scale)
 
-    def place_latent(
-        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
-    ) -> Tensor:
-        return self._plain.place_latent(queries, vectors, norm, cos, sin, cache, index)
-
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
-        return self._plain.attend_latent(queries, cache, batch, heads, scale)
+        rows = latent_rows(batch)
+        if self._fitting(queries.dtype, self.fits_latent(cache, heads)) is None:
+            return self._plain.attend_latent(queries, cache, dataclasses.replace(batch, rows=rows), heads, scale)
+        assert rows is not None, "fitting operators have a plan"
+        return super().attend_latent(queries, cache, dataclasses.replace(batch, rows=in_drafts(rows)), heads, scale)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self._fitting(dtype, True) is None:

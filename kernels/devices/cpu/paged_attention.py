@@ -288,7 +288,8 @@ class NativeLatentHeads:
     def fits(heads: LatentHeads) -> bool:
         """Whether there are native products of such sizes."""
         sizes = heads.keys.shape[1], heads.rank, heads.values.shape[2]
-        return heads.keys.dtype == torch.bfloat16 and not any(size % 32 for size in sizes)
+        plain = heads.identity or heads.keys.dtype != torch.bfloat16
+        return not plain and not any(size % 32 for size in sizes)
 
     def attend(self, queries: Tensor, cache: Tensor, step: Step, scale: float, native: Native) -> Tensor:
         """As ``Attention.attend_latent``, over the pages of a ``step`` without prompts."""

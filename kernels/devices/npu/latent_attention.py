@@ -188,12 +188,15 @@ def attend_sparse(
         sparse_mode=_CAUSAL,
         attention_mode=2,
     )[0]
-    return heads.expand(found) if soc.generation == "A5" else _product(found, heads.values, turned=True)
+    expands = heads.identity or soc.generation == "A5"
+    return heads.expand(found) if expands else _product(found, heads.values, turned=True)
 
 
 def _absorb(queries: Tensor, heads: LatentHeads, soc: Soc) -> tuple[Tensor, Tensor]:
     """As ``LatentHeads.absorb``, both contiguous."""
     plain, rotated = queries[..., :-ROPE].contiguous(), queries[..., -ROPE:].contiguous()
+    if heads.identity:
+        return plain, rotated
     if soc.generation == "A5":  # without the operator
         return torch.bmm(plain.transpose(0, 1), heads.keys).transpose(0, 1).contiguous(), rotated
     return _product(plain, heads.keys, turned=True), rotated
@@ -243,6 +246,9 @@ def attend_rotated(
         **masking,
     )
     result = result[:count]
+    if heads.identity:
+        in_space: Tensor = result.transpose(0, 1)
+        return in_space
     if soc.generation == "A5":
         return torch.bmm(result, heads.values).transpose(0, 1)
     return _product(result, heads.values, turned=False)

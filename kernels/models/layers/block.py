@@ -226,7 +226,7 @@ class Block:
         self.elementwise = builder.ops.elementwise
         self.context = context = builder.context_parallel
         self.attention, self.norms, self.parallel_residual = attention, norms, parallel_residual
-        self.mlp = mlp if context is None else context.around(mlp)
+        self.mlp = mlp if context is None else context.around(mlp, builder.rows)
         factor = config.residual_scale
         self._scale = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.contract.caches import CacheGroup
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear
-from kernels.devices.latent_attention import LatentHeads, LatentPrologue, LatentWeights
+from kernels.devices.latent_attention import AdaptedLatentHeads, LatentHeads, LatentPrologue, LatentWeights
 from kernels.models.config import LatentConfig, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.indexer import Indexer
@@ -86,6 +86,8 @@ class LatentAttention:
         self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
         self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
         self.expansion = self._expansion(builder, module)
+        builder.ops.linear.dequantized_bytes += self.attention.hold_latent(self.expansion, latent.spec())
+        self.adapted = self._make_adapted(builder, f"{module}.kv_b_proj")
         self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS) if latent.query_rank else None
         self.queries: Linear | None = None
         self.prologue = None if indexer is not None else self._make_prologue(builder, config, module)
@@ -134,6 +136,20 @@ class LatentAttention:
             keys, values = keys * latent.factor, values * latent.factor
         return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
 
+    def _make_adapted(self, builder: LayerBuilder, module: str) -> AdaptedLatentHeads | None:
+        """The expansion with what adapters add to it."""
+        if self.rows is None:
+            return None
+        if self.sizes.apart:
+            builder.refuse_adapters((module,), "this file has its keys and values as modules of their own")
+            return None
+        if self.attention.invariant_latent:
+            reason = "its products of a row depend on other rows; leave --enable-deterministic-inference out"
+            builder.refuse_adapters((module,), reason)
+            return None
+        places = self.rows.adapters.make_latent(module, self.rows)
+        return None if places is None else AdaptedLatentHeads(self.expansion, self.rows, *places, self.sizes.factor)
+
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
@@ -159,12 +175,17 @@ class LatentAttention:
             self.context.share(cache)
         if self.growth is not None:
             queries = grow(self.without_program(queries), batch.positions, self.growth)
+        adapted = None if self.rows is None or self.rows.idle else self.adapted
+        heads = self.expansion
+        if adapted is not None:
+            queries, heads = adapted.absorb(self.without_program(queries)), adapted.in_space
         if indexer is None or indexer.chosen is None:
-            result = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
+            result = attention.attend_latent(queries, cache, batch, heads, self.scale)
         else:
-            result = attention.attend_chosen(queries, cache, batch, self.expansion, self.scale, indexer.chosen)
-            result = result.flatten(1)
-        return self._project_back(result, wanted)
+            result = attention.attend_chosen(queries, cache, batch, heads, self.scale, indexer.chosen)
+        if adapted is not None:
+            result = adapted.expand(result)
+        return self._project_back(result.flatten(1), wanted)
 
     def _project_back(self, result: Tensor, wanted: Tensor | None) -> Tensor:
         if wanted is not None:
@@ -176,7 +197,6 @@ class LatentAttention:
 
 def _floats(builder: LayerBuilder, module: str) -> Tensor:
     """The weight of a module, in floats."""
-    builder.refuse_adapters((module,), "it is part of the products that read cached latent vectors")
     weight = builder.source.projection([module])
     assert not isinstance(weight, tuple), "one module has one weight"
     if isinstance(weight, Tensor):

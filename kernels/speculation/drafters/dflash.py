@@ -155,7 +155,7 @@ class DflashDrafter(Drafter):
             )
         self._model = DflashModel(context, checkpoint, len(layers), settings.draft_window)
         self._sampler = DraftSampler(None, context.device.sampling.greedy)
-        self._places = DraftPlaces(context.device, config.page_size, config.max_slots, block)
+        self._places = DraftPlaces(context.device, config, block)
         self._caches: list[Any] = []
         self._blocks: CapturedPasses | None = None  # prepared passes over blocks
         device = context.device.torch_device
@@ -181,7 +181,7 @@ class DflashDrafter(Drafter):
         )
         return self._caches
 
-    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs] | None) -> None:
         context, block = self._context, self._block
         columns = -(-(context.context + block) // context.config.page_size) + 1
         self._blocks = context.device.capture.decodes(

@@ -242,9 +242,10 @@ class HeadDrafter(Drafter):
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
 
-    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs] | None) -> None:
         self._expansion.capture(agree)
-        self._early = self._expansion.prepare_early(self._model, self._states, agree, accept_outputs)
+        if accept_outputs is not None:
+            self._early = self._expansion.prepare_early(self._model, self._states, agree, accept_outputs)
 
     def early_positions(self) -> int:
         return 0 if self._early is None else self._early.early_positions

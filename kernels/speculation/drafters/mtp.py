@@ -337,7 +337,7 @@ class MtpDrafter(Drafter):
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
 
-    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs] | None) -> None:
         self._drafter.capture(agree, accept_outputs)
 
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:

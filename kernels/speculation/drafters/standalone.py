@@ -184,10 +184,12 @@ class StandaloneDrafter(Drafter):
         self._fill(observation.slots, known, observation.pages, observation.table)
 
     def draft(self, rows: DraftRows) -> Drafts:
-        short = np.flatnonzero(self._filled[rows.slots] <= rows.roots)
+        granted = rows.capacity > rows.roots  # else there is no place for the last known token
+        short = np.flatnonzero(granted & (self._filled[rows.slots] <= rows.roots))
         if len(short):  # no page was available for the last known token when it was observed
             self._fill(rows.slots[short], rows.roots[short] + 1, rows.pages[short], rows.table)
-        return self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))
+        drafts = self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))
+        return drafts if granted.all() else Drafts(drafts.tree, np.where(granted, drafts.nodes, 1))
 
     def _fill(self, slots: Longs, known: Longs, pages: Ints, table: Tensor) -> None:
         """Run each slot's tokens up to ``known``. ``pages`` [rows, columns] hold them all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 from importlib.machinery import PathFinder
@@ -17,8 +18,9 @@ from actors.options import ArgumentError
 from actors.protocol.requests import SamplingParams
 from tests.kits.driver import COMMON, INDEXED
 from tests.kits.engines import rest, small_engine
+from tests.kits.nodes import cluster
 from tests.kits.replicas import all_decode, kill, outlives, tokens_of
-from tests.kits.waiting import PATIENCE
+from tests.kits.waiting import PATIENCE, until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PROMPTS: list[Any] = ["The lazy dog", list(range(30, 180)), [7, 8, 9], [*range(30, 130), *range(200, 290)]]
@@ -100,6 +102,30 @@ async def test_requests_outlive_faults_of_context_parallel_workers(
                 await outlives(engine, plan, requests, params, expected, fault)
 
 
+@pytest.mark.long
+async def test_context_parallel_requests_outlive_the_loss_of_a_node(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "json_model_override_args": MODEL, "tp": 2}
+    options |= {"enable_nsa_prefill_context_parallel": True, "standby_worker": False}
+    with cluster(tmp_path, monkeypatch) as nodes:
+        command = ["--model-path", str(tiny_model), "--device=cpu", "--tp=2", "--load-format=dummy"]
+        command += [f"--json-model-override-args={json.dumps(MODEL)}", "--enable-nsa-prefill-context-parallel"]
+        other = nodes.start(*command)
+        async with small_engine(tiny_model, **options, **nodes.options) as engine:
+            expected = [await tokens_of(engine, prompt, PARAMS) for prompt in PROMPTS]
+            readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
+            await all_decode(engine, len(PROMPTS))
+            other.signal(signal.SIGKILL)
+            await until(lambda: "Node 1 is not connected" in engine.health().reason, "it is not missed")
+            other = nodes.start(*command)
+            async with asyncio.timeout(PATIENCE):
+                assert await asyncio.gather(*readers) == expected
+            assert [worker["restarts"] for worker in engine.describe()["workers"]] == [1, 1]
+            await rest(engine)
+        assert other.wait() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -110,10 +136,14 @@ async def test_requests_outlive_faults_of_context_parallel_workers(
             {"tp": 2, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d"},
             "contradicts speculative_algorithm EAGLE3 and DFLASH",
         ),
-        ({"tp": 2, "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "contradicts enable_lora"),
     ],
     ids=str,
 )
 def test_options_that_exclude_context_parallelism_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         Engine(model="model", enable_nsa_prefill_context_parallel=True, **options)
+
+
+def test_context_parallelism_takes_adapters() -> None:
+    adapters: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}
+    assert Engine(model="model", tp=2, enable_nsa_prefill_context_parallel=True, **adapters).arguments.has_adapters

@@ -12,8 +12,11 @@ from actors.boards.health_board import HealthBoard
 from actors.engine.crash_log import CrashLog
 from actors.engine.lifecycle import Lifecycle
 from actors.runtime import ChildCrash, Event, EventKind
+from actors.workers.group import PeerDied, WorkerGroup
+from kernels.contract.topology import WorkerId
 
 ALONE = ChildCrash("GroupError: rank 0 of 2: a collective failed", "Traceback of rank 0")
+ENDED = PeerDied("ended because worker-1 had died")
 
 
 def died(cause: ChildCrash) -> Event:
@@ -33,6 +36,8 @@ def crash_log() -> CrashLog:
         ("ready", ALONE, True),
         ("draining", ALONE, True),
         ("stopped", ALONE, False),
+        ("ready", ENDED, True),
+        ("stopped", ENDED, False),
         ("stopped", ChildCrash("MemoryError: none left"), True),
     ],
 )
@@ -45,6 +50,27 @@ async def test_a_rank_left_by_its_peers_at_the_end_is_no_death_to_tell(
         crash_log.log(died(cause))
     assert ("Actor worker-0 died: " + cause.reason in caplog.text) == reported
     assert bool(caplog.records) == reported
+
+
+def test_the_others_of_a_group_end_with_the_one_that_died() -> None:
+    causes: dict[object, BaseException] = {}
+    system: Any = SimpleNamespace(crash_actor=causes.__setitem__)
+    nothing: Any = None
+    ids = WorkerId(0), WorkerId(1)
+    group = WorkerGroup(
+        system,
+        ids,
+        address=None,
+        configure=nothing,
+        on_progress=nothing,
+        on_loaded=nothing,
+        on_refused=nothing,
+    )
+    workers: dict[WorkerId, Any] = {worker: worker.name for worker in ids}
+    group.workers.update(workers)
+    group._on_event(died(ALONE))
+    assert {worker: str(cause) for worker, cause in causes.items()} == {"worker-1": "ended because worker-0 had died"}
+    assert isinstance(causes["worker-1"], PeerDied)
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -11,7 +11,7 @@ import pytest
 from actors.boards.stream_buffer import merge
 from actors.engine.engine import Engine
 from actors.engine.opening import read_model
-from actors.options import Arguments
+from actors.options import ArgumentError, Arguments
 from actors.protocol.requests import Chat, Delta, InvalidRequest, QueueFull, RequestTimeout, SamplingParams
 from actors.requests.streams import RequestStream
 from actors.text.text_codec import TextCodec
@@ -252,3 +252,26 @@ async def test_a_cache_of_8_bits_is_shared_preempted_and_reported(tiny_model: Pa
     for one, other in zip(alone, [*crowded], strict=True):
         same = sum(mine == theirs for mine, theirs in zip(one, other.token_ids, strict=True))
         assert same >= 45  # sums of other batches may round a number the other way
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tensor_parallel_size": 3}, "num_attention_heads 4 of Qwen3ForCausalLM cannot be divided"),
+        (
+            {"tensor_parallel_size": 6, "data_parallel_size": 2, "enable_dp_attention": True},
+            "size 3; this",
+        ),
+        ({"pipeline_parallel_size": 9}, "cannot have --pipeline-parallel-size 9"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_without_workers(
+    tiny_model: Path, sizes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        read_model(Arguments(model_path=str(tiny_model), **sizes))
+
+
+def test_heads_of_models_of_other_code_are_left_to_the_workers(tiny_model: Path) -> None:
+    by_transformers = Arguments(model_path=str(tiny_model), tensor_parallel_size=3, model_impl="transformers")
+    assert read_model(by_transformers).served.vocab_size > 0

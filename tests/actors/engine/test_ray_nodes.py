@@ -105,10 +105,12 @@ async def test_ray_places_replicas_and_replaces_a_lost_one(tiny_model: Path, ray
 
 @pytest.mark.long
 async def test_what_keeps_ray_from_starting_nodes_is_an_error(
-    tiny_model: Path, raylets: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, raylets: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "troupe.nodes")
     with pytest.raises(EngineFailed, match="no 4 machines with 1 CPU each"):
         await small_engine(tiny_model, tp=4, nnodes=4, cluster="ray", dist_timeout=2).start()
+    assert caplog.text.count("Waiting until the Ray cluster has 4 machines with 1 CPU each") == 1
     assert not ray.is_initialized()
     waiting = small_engine(tiny_model, tp=4, nnodes=4, cluster="ray")
     await waiting.start(wait=False)

@@ -108,6 +108,12 @@ def test_a_value_is_missing(line: str) -> None:
     assert f"{line.split()[0]}: needs a value" in problems(line)
 
 
+@pytest.mark.parametrize("name", ["--served-model-name", "--lora-paths", "--cuda-graph-bs"])
+def test_a_list_of_values_is_missing(name: str) -> None:
+    assert f"{name}: needs one or more values" in problems(f"{name} --port 8000")
+    assert f"{name}: needs one or more values" in problems(name)
+
+
 def test_refused_and_unknown_names() -> None:
     errors = problems("--headless --numa-node 1 2 --enable-lora-bias --tempreature 1 -headless --schedule-polisy lpm m")
     assert "--headless: each node is started with the same command" in errors
@@ -257,6 +263,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 def test_problems_of_several_options_spell_them_as_options() -> None:
     assert problems("--nccl-port 7").startswith("--nccl-port needs --tensor-parallel-size or --pipeline-parallel-size:")
+    assert problems("--cluster ray").startswith("--cluster needs --nnodes of at least 2, and no --node-rank:")
     assert problems("--warmups batch --skip-server-warmup").startswith("--warmups contradicts --skip-server-warmup;")
     both = problems("--enable-dynamic-batch-tokenizer --disable-tokenizer-batch-encode")
     assert "contradicts --disable-tokenizer-batch-encode;" in both

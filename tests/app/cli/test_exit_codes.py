@@ -19,7 +19,8 @@ from tests.kits.waiting import PATIENCE, blocking_until
     [
         (["/no/such/model"], "--model-path /no/such/model does not exist"),
         (["--dtype", "float16"], "dtype 'float16' is not supported on cpu"),  # a worker says so
-        (["--tp-size", "3"], "cannot be divided by --tensor-parallel-size 3"),  # and so do several
+        (["--tp-size", "2", "--dtype", "float16"], "dtype 'float16' is not supported on cpu"),  # and so do several
+        (["--tp-size", "3"], "cannot be divided by --tensor-parallel-size 3"),  # before any worker starts
     ],
 )
 def test_what_no_restart_heals_exits_with_two_and_no_traceback(

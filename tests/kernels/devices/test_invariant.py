@@ -151,6 +151,7 @@ MODELS = {
     "native": ("native-qwen3", {"dtype": "bfloat16", "threads": 3}),
     "native-window": ("native-mistral", {"dtype": "bfloat16"}),
     "native-experts": ("native-moe", {"dtype": "bfloat16"}),
+    "native-latent": ("native-latent", {"dtype": "bfloat16", "threads": 3}),
     "native-int8": ("native-qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
     "native-fp8": ("native-qwen3", {"dtype": "bfloat16", "quantization": "fp8"}),
     "native-experts-fp8": ("native-moe", {"dtype": "bfloat16", "quantization": "fp8"}),
@@ -237,7 +238,9 @@ def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, tmp_pat
         driver.step([])
 
 
-@pytest.mark.parametrize("name", ["bf16", "latent", "native", "native-experts", "native-kv-int8", "Q4_0"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "latent", "native", "native-latent", "native-experts", "native-kv-int8", "Q4_0"]
+)
 def test_answers_are_the_same_with_draft_tokens_and_in_any_batch(name, reference, drive, tmp_path_factory, prompts):
     """Requests for tokens without scores, whose decodes are native calls where the level has them: alone, together with
     others that come and go, and with draft tokens."""

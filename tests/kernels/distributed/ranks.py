@@ -6,6 +6,7 @@ from tests.kits.simulated_npu import REASON, SPEC  # where torch_npu is installe
 
 # isort: split
 import atexit
+import dataclasses
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +32,7 @@ from kernels.contract.expert_settings import ExchangeSettings, ExpertSettings
 from kernels.contract.runner import RunningStep
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling, StepBatch, StepResult
+from kernels.core.batch import ForwardBatch
 from kernels.devices.cpu.device import CpuDevice
 from kernels.distributed.group import GroupError, join_group
 from kernels.execution.executors import two_batches
@@ -44,6 +47,8 @@ PATIENCE = 500
 
 DEVICES = 4
 """Simulated NPUs of a machine, one for each rank."""
+AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 4))
+"""Jobs on GPUs that run side by side: most of their time is that of compilers."""
 ANSWER = "answer: "
 
 
@@ -60,7 +65,10 @@ class Ranks:
         return Path(self.folder.name) / f"rank-{rank}"
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
-        own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}
+        own = {"OMP_NUM_THREADS": "1", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}
+        own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        visible = [part for part in self.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+        own["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) else str(rank)
         if not REASON:
             own["TROUPE_NPU_SIMULATOR"] = SPEC if ":" in SPEC else f"{SPEC}:{DEVICES}"
         with self._log(rank).open("w") as log:
@@ -127,10 +135,14 @@ def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, 
     that begin as they do, ``overlapped``, tokens of chunks that run before others are answered, ``poisoned``, a rank
     whose cache of the first prompt becomes NaN, and what differs by rank; the prompts decode together until each has
     ``length`` tokens, or ``new`` ones. ``unread``: steps of tensor parallelism that run before others are answered. The
-    ranks stay for the next jobs of the same environment.
+    ranks stay for the next jobs of the same environment; on GPUs each job has ranks of its own, as a server has.
     """
     global _ranks
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    if any(job.get("options", {}).get("device") == "cuda" for job in jobs):
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            by_job = list(threads.map(lambda job: run_apart(job, size, environment), jobs))
+        return [[answers[rank] for answers in by_job] for rank in range(size)]
     if _ranks is None or _ranks.environment != environment:
         _close()
         _ranks = Ranks(environment)
@@ -140,6 +152,15 @@ def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, 
         _close()
         _ranks = None
         raise
+
+
+def run_apart(job: dict[str, Any], size: int, environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What each rank says of one job, in processes that end with it: [rank]."""
+    ranks = Ranks(environment)
+    try:
+        return [answer for (answer,) in ranks.run([job], size)]
+    finally:
+        ranks.close()
 
 
 def run_collectives(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -204,6 +225,7 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         gc.collect()  # else graphs of the job before may give theirs back later
         simulator.faults.scarce_streams(0, job.get("streams_of_rank", [1000] * size)[rank])
     info = runner.load()
+    eager_drafts = count_eager_drafts(runner)
     for index, path in enumerate(adapters, start=1):
         runner.load_adapter(index, path)
     driver = Driver(runner, info)
@@ -216,7 +238,7 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         return run_parts(runner, driver, job, config)
     if "min_divided" in job:
         return run_divided(runner, driver, job, rank)
-    accepted, failed, wanted = [], dict[int, str](), dict[int, int]()
+    accepted, failed, wanted, replays = [], dict[int, str](), dict[int, int](), 0
     for slot, prompt in enumerate(job["prompts"], start=1):
         cached = cached_tokens(job, job["prompts"], slot, info.page_size)
         shared = driver.pages[1][: cached // info.page_size] if cached else ()
@@ -241,6 +263,7 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
             rows.remove((error.slot, 1))
             driver.release(error.slot)
         accepted.append(ints(result.accepted))
+        replays += result.timing.graph_rows > 0
         assert speculation or sum(accepted[-1]) == len(rows)
     rebalancer = runner._loaded.rebalancer
     runner.close()
@@ -255,7 +278,24 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         "num_pages": info.num_pages,
         "cache_bytes": info.cache_bytes,
         "graph_rows": list(info.graph_rows),
+        "eager_drafts": len(eager_drafts),
+        "replays": replays,
     }
+
+
+def count_eager_drafts(runner: ModelRunner) -> list[int]:
+    """Tokens of each pass of a draft head that runs eagerly from now on, in the last stage."""
+    found, speculator = list[int](), runner._loaded.speculator
+    head = getattr(getattr(getattr(speculator, "drafter", None), "_own", None), "_model", None)
+    if head is not None:
+        forward = head.forward
+
+        def counted(batch: ForwardBatch, *given: Any) -> torch.Tensor:
+            found.append(len(batch.token_ids))
+            return forward(batch, *given)
+
+        head.forward = counted
+    return found
 
 
 def run_divided(runner: ModelRunner, driver: Driver, job: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -427,11 +467,23 @@ def plan(prompts: list[list[int]], job: dict[str, Any], page: int) -> tuple[list
     return chunks, decodes
 
 
+def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let cuda be the CPU, with Triton's interpreter and gloo."""
+    import kernels.devices.cuda.device as cuda
+    from tests.kernels.devices.cuda.interpreted import install
+
+    install(patch)
+    patch.setattr(cuda, "FEATURES", dataclasses.replace(cuda.FEATURES, collectives="gloo"))
+
+
 def main() -> None:
     rank = int(sys.argv[1])
-    for line in sys.stdin:
-        size, jobs = json.loads(line)
-        print(ANSWER + json.dumps([run(job, rank, size) for job in jobs]), flush=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            emulate_gpu(patch)
+        for line in sys.stdin:
+            size, jobs = json.loads(line)
+            print(ANSWER + json.dumps([run(job, rank, size) for job in jobs]), flush=True)
 
 
 if __name__ == "__main__":

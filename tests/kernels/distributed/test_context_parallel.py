@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.core.layer_context import LayerContext
 from kernels.distributed.context_parallel import ContextParallel, divide_rows, divide_tokens
 from kernels.distributed.group import Group
 from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.adapters import adapted_modules, end_modules, merged, save_adapter
 from tests.kits.speculation import latent_heads
 
 OPTIONS = {"context_parallel": True}
@@ -25,10 +29,10 @@ OPTIONS = {"context_parallel": True}
 def test_ranks_that_divide_prompts_generate_what_one_device_does(size, experts, reference, prompts):
     """In chunks beside which others decode; with experts in both divisions."""
     model, texts = reference("parallel-deepseek-v3.2"), prompts(70, 90, 80)
-    job = {"model": str(model.path), "prompts": texts, "length": 96, "chunk": 67}
-    jobs = [job | {"options": OPTIONS | {"ep_size": experts}}, job | {"prompts": texts[:1], "length": 71}]
+    job = {"model": str(model.path), "prompts": texts, "new": 8, "chunk": 67}
+    jobs = [job | {"options": OPTIONS | {"ep_size": experts}}, job | {"prompts": texts[:1], "new": 1}]
     for divided, heads in run_ranks(jobs, size):
-        assert divided["tokens"] == [model.greedy(text, 96) for text in texts]
+        assert divided["tokens"] == [model.greedy(text, len(text) + 8) for text in texts]
         assert divided["weight_bytes"] > heads["weight_bytes"]  # attention is whole
 
 
@@ -38,13 +42,31 @@ def test_ranks_that_divide_prompts_verify_draft_tokens(reference, prompts, tmp_p
     texts[1] = texts[1][:5] * 16
     latent_heads.with_head(model, DeepseekV32DecoderLayer, tmp_path / "model")
     settings = SpeculativeSettings("MTP", num_steps=2, num_draft_tokens=3), SpeculativeSettings("NGRAM")
-    job = {"model": str(tmp_path / "model"), "prompts": texts, "length": 150, "chunk": 67, "options": OPTIONS}
+    job = {"model": str(tmp_path / "model"), "prompts": texts, "length": 110, "chunk": 67, "options": OPTIONS}
     first, second = run_ranks([job | {"speculation": msgspec.to_builtins(each)} for each in settings])
     for divided, other in zip(first, second, strict=True):
         assert divided["tokens"] == other["tokens"]
-        assert [tokens[:150] for tokens in divided["tokens"]] == [model.greedy(text, 150) for text in texts]
+        assert [tokens[:110] for tokens in divided["tokens"]] == [model.greedy(text, 110) for text in texts]
     most = [max(map(max, divided["accepted"])) for divided in first]
     assert max(most) > 1, most
+
+
+def test_ranks_that_divide_prompts_add_the_adapters_of_all_tokens(reference, drive, prompts, tmp_path):
+    """In whole attention, in divided layers, at both ends; decodes and a prompt of others in one step. The second is of
+    DoRA."""
+    path, texts = reference("parallel-deepseek-v3.2").path, prompts(70, 90, 80)
+    modules = adapted_modules(path, ("kv_b_proj",))
+    files = [save_adapter(tmp_path / "1", modules | end_modules(path), 1)]
+    files.append(save_adapter(tmp_path / "2", adapted_modules(path, ("kv_b_proj", ".experts.")), 2, use_dora=True))
+    job = {"model": str(path), "prompts": texts, "length": 96, "chunk": 67, "options": OPTIONS}
+    job |= {"adapters": [str(file) for file in files], "targets": ["all", "dora", "embed_tokens", "lm_head", "experts"]}
+    ((first,), (second,)) = run_ranks([job])
+    assert first["tokens"] == second["tokens"]
+    for text, file, tokens in zip(texts, (*files, None), first["tokens"], strict=True):
+        alone = drive(merged(path, tmp_path / f"merged-{len(text)}", file))
+        alone.admit(1, text)
+        alone.generate(1, 96)
+        assert tokens[:96] == alone.tokens[1][:96]
 
 
 def test_each_rank_runs_an_early_and_a_late_block():
@@ -101,7 +123,28 @@ def test_cache_writes_of_other_ranks_are_shared():
     context.share(cache)
     assert torch.equal(cache.view(count, 2), vectors.flip(0))
     assert torch.equal(context.gather(vectors[own]), vectors)
-    assert torch.equal(context.around(lambda x: x * 2)(vectors[own]), vectors[own] * 2)
+    assert torch.equal(context.around(lambda x: x * 2, None)(vectors[own]), vectors[own] * 2)
+
+
+def test_adapters_read_the_rows_of_the_tokens_that_a_layer_runs():
+    nothing: Any = None
+    rows, group, count = LayerContext(nothing, torch.device("cpu")), First(), MIN_TOKENS
+    context, batch = ContextParallel(group, torch.from_numpy, planned), batch_of(count)
+    rows.open(count // 16, 16)
+    rows.assign(np.array([0]), 2)  # of the last 16 tokens: the batch fills the cache from its end
+    rows.enter(batch.cache_index)
+    context.enter(batch)
+    own, other = (torch.from_numpy(tokens) for tokens in divide_tokens(count, 2))
+    places = rows.rows
+    assert places.tolist() == [0] * (count - 16) + [2] * 16
+    rows.divide(own)
+    assert torch.equal(rows.rows, places[own])
+    group.other, seen = torch.zeros(len(other), 1), []
+    context.around(lambda x: (seen.append(rows.rows), x)[1], rows)(torch.zeros(len(own), 1))
+    assert torch.equal(seen[0], places)
+    assert torch.equal(rows.rows, places[own])
+    rows.select(torch.tensor([count - 1, 0]))
+    assert rows.rows.tolist() == [2, 0]
 
 
 def test_a_pass_with_few_tokens_is_whole_on_every_rank():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import msgspec
 import pytest
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from kernels.contract.config import RunnerConfig
 from kernels.devices.cpu.device import CpuDevice
 from kernels.distributed import group
 from kernels.distributed.group import Group, GroupError, ProcessGroup, join_group
+from kernels.execution.runner import ModelRunner
 from tests.kernels.distributed.ranks import run_ranks
 
 
@@ -27,6 +31,28 @@ def test_a_rank_of_nccl_leaves_without_its_peers(monkeypatch, backend, way):
     ProcessGroup(backend, dist.HashStore(), 1, 2, 60.0).close()
     assert len(called) == 1
     assert called[0].startswith(way)
+
+
+def test_what_ranks_captured_is_gone_before_they_leave(tiny_model):
+    """NCCL leaves when no graph holds its collectives any more, and graphs may be in a cycle."""
+
+    class Two(Group):
+        size = 2
+
+        def close(self):
+            left.append(graph())
+
+    class Captured:
+        def __init__(self):
+            self.itself = self
+
+    left: list[Captured | None] = []
+    runner = ModelRunner(RunnerConfig(model_path=str(tiny_model), threads=1))
+    captured: Any = Captured()
+    runner._executors, runner._group, graph = (captured,), Two(), weakref.ref(captured)
+    del captured
+    runner.close()
+    assert left == [None]
 
 
 @pytest.mark.parametrize("comes", [True, False])

@@ -34,6 +34,17 @@ from tests.kits.speculation.oracles import Oracle
 from tests.kits.speculation.runner_drafts import PROMPTS
 
 SHAPE = {"num_steps": 3, "num_draft_tokens": 6}
+NEW = 16
+"""Tokens that each prompt gets at least."""
+
+
+def greedy(model, texts):
+    return [model.greedy(text, len(text) + NEW) for text in texts]
+
+
+def first_tokens(answers, texts):
+    """Of each answer its prompt and NEW tokens; drafts may have added some."""
+    return [tokens[: len(text) + NEW] for tokens, text in zip(answers, texts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +68,7 @@ def jobs(tmp_path_factory):
         {
             "model": str(target),
             "prompts": PROMPTS[:3],
-            "length": 50,
+            "new": NEW,
             "speculation": msgspec.to_builtins(settings),
             "sampling": {"temperature": 0.7, "seed": 3},
         }
@@ -82,8 +93,17 @@ def test_three_stages_draft_what_one_drafts(jobs, alone):
     """Captured layers of the first stage pass through the second one."""
     for whole, *stages in zip(alone, *run_ranks([job | {"stages": 3} for job in jobs], 3), strict=True):
         for reported in stages:
-            assert [each[:50] for each in reported["tokens"]] == [each[:50] for each in whole["tokens"]]
+            assert first_tokens(reported["tokens"], PROMPTS[:3]) == first_tokens(whole["tokens"], PROMPTS[:3])
             assert reported["accepted"] == whole["accepted"]
+
+
+def test_a_stage_drafts_before_a_request_has_pages_for_it(jobs, alone):
+    """In pages of one token a request that has just sampled has none for its last token, nor for draft tokens."""
+    small = [job | {"stages": 2, "options": {"page_size": 1}} for job in jobs]
+    for whole, first, last in zip(alone, *run_ranks(small), strict=True):
+        assert first["tokens"] == last["tokens"]
+        assert [each[:50] for each in last["tokens"]] == [each[:50] for each in whole["tokens"]]
+        assert last["accepted"] == whole["accepted"]
 
 
 def test_stages_capture_trees_even_if_a_chain_may_be_as_deep():
@@ -119,10 +139,10 @@ def test_four_ranks_in_two_stages_draft_for_latent_attention(reference, prompts,
     latent_heads.with_head(model, DeepseekV3DecoderLayer, tmp_path / "model")
     texts[1] = texts[1][:4] * 4
     drafts = SpeculativeSettings("MTP", num_steps=3), SpeculativeSettings("NGRAM", num_draft_tokens=8)
-    job = {"model": str(tmp_path / "model"), "prompts": texts, "length": 60, "stages": 2}
+    job = {"model": str(tmp_path / "model"), "prompts": texts, "new": NEW, "stages": 2}
     for answers in run_ranks([job | {"speculation": msgspec.to_builtins(each)} for each in drafts], 4):
         for reported in answers:
-            assert [tokens[:60] for tokens in reported["tokens"]] == [model.greedy(text, 60) for text in texts]
+            assert first_tokens(reported["tokens"], texts) == greedy(model, texts)
         assert max(count for counts in answers[1]["accepted"] for count in counts) > 1
 
 
@@ -140,7 +160,7 @@ def sparse(reference, tmp_path_factory):
 
 def drafting(path, settings, exchange=None, **job):
     settings = msgspec.to_builtins(msgspec.structs.replace(settings, exchange=exchange))
-    return {"model": path, "length": 60, "speculation": settings} | job
+    return {"model": path, "new": NEW, "speculation": settings} | job
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -156,11 +176,11 @@ def test_parts_of_attention_divide_the_experts_of_their_drafts(size, sparse, pro
             drafting(path, settings, exchange, parts=parts, options=options),
             drafting(path, settings, parts=parts, options=options),
         ]
-        expected.append([[model.greedy(text, 60) for text in part] for part in parts])
+        expected.append([(part, greedy(model, part)) for part in parts])
     for rank, answers in enumerate(run_ranks(jobs, size)):
         for own, divided, whole in zip(expected, answers[::2], answers[1::2], strict=True):
-            tokens = own[rank * 2 // size]
-            assert [each[:60] for each in divided["tokens"]] == [each[:60] for each in whole["tokens"]] == tokens
+            part, tokens = own[rank * 2 // size]
+            assert first_tokens(divided["tokens"], part) == first_tokens(whole["tokens"], part) == tokens
             assert divided["accepted"] == whole["accepted"]
             assert divided["draft_bytes"] < whole["draft_bytes"]
             assert divided["moved"]
@@ -179,7 +199,7 @@ def test_ranks_divide_the_experts_of_drafts_as_those_of_the_target(sparse, promp
     first, second = run_ranks(jobs)
     for (model, _, _), parts, inner, other in zip(sparse, first[::2], first[1::2], second[::2], strict=True):
         assert parts["tokens"] == other["tokens"]
-        assert [tokens[:60] for tokens in parts["tokens"]] == [model.greedy(text, 60) for text in texts]
+        assert first_tokens(parts["tokens"], texts) == greedy(model, texts)
         assert parts["accepted"] == inner["accepted"]
         assert parts["draft_bytes"] == inner["draft_bytes"]
 
@@ -230,7 +250,7 @@ def test_two_ranks_take_states_back_alike(algorithm, reference, prompts, tmp_pat
     job = {
         "model": str(tmp_path / "model"),
         "prompts": texts,
-        "length": 60,
+        "new": NEW,
         "speculation": msgspec.to_builtins(settings),
     }
     first, second = run_ranks([job])

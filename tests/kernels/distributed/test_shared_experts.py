@@ -24,14 +24,14 @@ def test_ranks_with_other_requests_generate_what_one_device_does(reference, prom
     texts = prompts(5, 23, 40)
     parts = [[[texts[0]], [texts[1], texts[2]]], [[], texts], [texts, []]]
     jobs = [
-        {"model": str(model.path), "parts": each, "length": 46, "options": {"dp_size": 2}}
+        {"model": str(model.path), "parts": each, "new": 12, "options": {"dp_size": 2}}
         for model in models
         for each in parts
     ]
     for rank, answers in enumerate(run_ranks(jobs)):
         for number, answer in enumerate(answers):
             model, own = models[number // len(parts)], parts[number % len(parts)][rank]
-            assert answer["tokens"] == [model.greedy(text, 46) for text in own], (rank, number)
+            assert answer["tokens"] == [model.greedy(text, len(text) + 12) for text in own], (rank, number)
 
 
 def test_a_part_has_whole_attention_and_its_slice_of_the_experts(reference, prompts):

@@ -60,19 +60,22 @@ def sampled_alone(driver, texts):
 def test_two_ranks_divide_adapters_as_their_layers(name, parts, reference, drive, prompts, tmp_path):
     """One key head is on both ranks, layers are divided by outputs and by inputs. The second adapter is of DoRA."""
     path, texts = reference(name).path, prompts(5, 23, 40)
-    modules = adapted_modules(path, ("kv_b_proj",)) | end_modules(path)
+    modules = adapted_modules(path) | end_modules(path)
     if name in ("parallel-gpt-oss", "parallel-gemma4-moe"):
         modules |= expert_modules(path)
     files = [save_adapter(tmp_path / "1", modules, 1)]
     files.append(save_adapter(tmp_path / "2", adapted_modules(path, ("kv_b_proj", ".experts.")), 2, use_dora=True))
-    job = {"model": str(path), "prompts": texts, "length": 60, "adapters": [str(file) for file in files]}
-    job |= {"targets": ["all", "dora", "embed_tokens", "lm_head", "experts"], "options": {"ep_size": parts}}
+    job = {"model": str(path), "prompts": texts, "new": 20, "adapters": [str(file) for file in files]}
+    job |= {
+        "targets": ["all", "dora", "embed_tokens", "lm_head", "experts", "kv_b_proj"],
+        "options": {"ep_size": parts},
+    }
     ((first,), (second,)) = run_ranks([job])
     assert first["tokens"] == second["tokens"]
     for text, file, tokens in zip(texts, (*files, None), first["tokens"], strict=True):
         alone = drive(merged(path, tmp_path / f"merged-{len(text)}", file))
         alone.admit(1, text)
-        alone.generate(1, 60)
+        alone.generate(1, len(text) + 20)
         assert tokens == alone.tokens[1]
 
 

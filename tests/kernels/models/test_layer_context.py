@@ -15,6 +15,7 @@ from kernels.contract.errors import ConfigError, UnsupportedError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.core.layer_context import LayerContext
+from kernels.devices import latent_attention
 from kernels.devices.cpu.low_rank import CpuLowRankDelta
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.invariant.low_rank import InvariantDelta
@@ -45,12 +46,12 @@ SAMPLING = SlotSampling(temperature=0.0, logprobs=VOCAB)
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, *MORE])
 def test_adapters_of_every_family_are_as_merged(name, reference, drive, prompts, tmp_path):
-    """Of each linear layer, also those of experts, but for what makes keys of latent vectors."""
+    """Of each linear layer, also those of experts, and of what makes keys and values of latent vectors."""
     path, (prompt,) = reference(name).path, prompts(30)
-    driver = drive(path, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("all", "experts")))
+    driver = drive(path, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("all", "experts", "kv_b_proj")))
     specs = driver.runner._adapters
     modules = {module: specs._spec(module).matrix for module in sorted(specs._takers)}
-    assert {module.rpartition(".")[2] for module in set(adapted_modules(path)) - set(modules)} <= {"kv_b_proj"}
+    assert not set(adapted_modules(path)) - set(modules)
     file = save_adapter(tmp_path / "one", modules, 1, scale=0.05)
     driver.runner.load_adapter(1, str(file))
     found = _answer(driver, prompt, 1)[0]
@@ -76,6 +77,43 @@ def test_rows_use_their_adapters_in_embeddings_and_output(name, reference, drive
 )
 def test_layers_around_experts_use_adapters(name, leave, reference, drive, prompts, tmp_path):
     assert_rows_use_their_adapters(reference(name).path, tmp_path, drive, prompts, VOCAB, 5e-4, steps=3, leave=leave)
+
+
+LATENT = ["deepseek-v2", "kimi-k2", "glm5", "kimi-linear", "longcat-flash"]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_rows_use_their_adapters_in_keys_and_values_of_latent_vectors(name, reference, drive, prompts, tmp_path):
+    path = reference(name).path
+    latent = {module: shape for module, shape in adapted_modules(path).items() if module.endswith("kv_b_proj")}
+    assert_rows_use_their_adapters(
+        path, tmp_path, drive, prompts, VOCAB, 5e-4, steps=4, leave=(".experts.",), more=latent
+    )
+
+
+def test_long_prompts_and_none_share_adapters_of_latent_vectors(reference, drive, prompts, tmp_path, monkeypatch):
+    """Prompts for which keys and values are made if no row has an adapter."""
+    path, texts = reference("deepseek-v3").path, prompts(60, 50, 40)
+    monkeypatch.setattr(latent_attention, "_EXPANDED", 32)
+    latent = {module: shape for module, shape in adapted_modules(path).items() if module.endswith("kv_b_proj")}
+    files = [save_adapter(tmp_path / f"{index}", latent, index, scale=0.3) for index in (1, 2)]
+    driver = drive(path, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("kv_b_proj",)))
+    wanted = []
+    for slot, text in enumerate(texts):
+        if slot:
+            driver.runner.load_adapter(slot, str(files[slot - 1]))
+        model = path if slot == 0 else merged(path, tmp_path / f"merged-{slot}", files[slot - 1])
+        wanted.append(_answer(drive(model), text, 0)[0])
+    for slot, text in enumerate(texts):
+        driver.admit(slot + 1, text, sampling=SAMPLING, adapter=slot)
+    with monkeypatch.context() as patched:
+        patched.setattr(latent_attention, "_attend_expanded", None)
+        found = logprobs_of(driver.step([(slot + 1, len(text)) for slot, text in enumerate(texts)]), 3, VOCAB)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-4)
+    for slot in (1, 2, 3):
+        driver.release(slot)
+    np.testing.assert_array_equal(_answer(driver, texts[0], 0)[0], _answer(drive(path), texts[0], 0)[0])
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "phi3-full", "deepseek-v3", "glm"])
@@ -401,13 +439,16 @@ def test_adapters_that_do_not_fit_are_refused_with_all_reasons(reference, drive,
 def test_adapters_of_layers_that_take_none_are_refused_with_the_reason(reference, drive, tmp_path):
     mlp = "transformer.blocks.0.ffn.experts.mlp"
     dbrx = {f"{mlp}.base_layer": (192, 48), mlp: (192, 48)}
-    for name, modules, reason in (
-        ("dbrx", dbrx, "experts.mlp takes no adapters: its tensors hold all experts; adapters change them apart"),
-        ("deepseek-v3", None, "kv_b_proj takes no adapters: it is part of the products that read cached latent"),
+    unnamed, named = ("all", "experts"), ("all", "experts", "kv_b_proj")
+    for name, modules, targets, reason in (
+        ("dbrx", dbrx, unnamed, "experts.mlp takes no adapters: its tensors hold all experts; adapters change them"),
+        ("deepseek-v3", None, unnamed, "it changes kv_b_proj, which --lora-target-modules does not include"),
+        ("deepseek-v3", None, named, "kv_b_proj takes no adapters: .* leave --enable-deterministic-inference out"),
     ):
         path = reference(name).path
-        file = save_adapter(tmp_path / name, modules or adapted_modules(path), 1)
-        driver = drive(path, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("all", "experts")))
+        file = save_adapter(tmp_path / f"{name}-{len(targets)}", modules or adapted_modules(path), 1)
+        settings = AdapterSettings(max_rank=4, max_batch=2, targets=targets)
+        driver = drive(path, adapters=settings, invariant=targets == named)
         with pytest.raises(ConfigError, match=reason):
             driver.runner.load_adapter(1, str(file))
 

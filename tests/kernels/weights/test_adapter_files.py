@@ -129,7 +129,7 @@ def test_one_error_names_all_that_is_wrong(tmp_path):
         "lm_head.weight is not supported: it is not a LoRA matrix",
         "is stored as I32",
         "it changes layer 9, but the model has 2 layers",
-        "its rank 3 is larger than --max-lora-rank 2",
+        "its rank 3 is larger than --max-lora-rank 2; start with 3",
         "it changes down_proj, up_proj, which --lora-target-modules does not include",
     ):
         assert reason in str(raised.value)

@@ -16,6 +16,7 @@ from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.native import library
 from kernels.devices.cpu.native_experts import NativeChoice
+from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.program import Program
 from kernels.execution.executors.native_decode import NativeDecode
 from tests.kits.declared import made_up_model
@@ -55,6 +56,14 @@ SINKS = CONFIG | {
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }
+
+
+class BuildsOn:
+    """A build that does not end."""
+
+    def poll(self) -> None:
+        return None
+
 
 LATENT = CONFIG | {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -178,6 +187,24 @@ def test_a_program_attends_to_latent_vectors_as_torch_does(config, scale, tmp_pa
     expected, _ = scored(plain, texts)
     assert driver.tokens == plain.tokens
     np.testing.assert_allclose(found, expected, atol=0.1)
+
+
+def test_weights_count_both_layouts_of_latent_heads(tmp_path, drive, prompts, monkeypatch):
+    model = made_up_model(tmp_path, LATENT, 0.1)
+    driver = drive(model, dtype="bfloat16")
+    held = dict(driver.runner._device.attention._latent_heads)
+    size = sum(heads.keys.nbytes + heads.values.nbytes for heads in held)
+    assert len(held) == LATENT["num_hidden_layers"]
+    assert size == sum(each._keys.memory.nbytes + each._values.memory.nbytes for each in held.values())
+    scored(driver, prompts(40, 5))
+    assert dict(driver.runner._device.attention._latent_heads) == held  # steps multiply with those
+    for options in ({"page_size": 8}, {"kv_cache_dtype": "int8"}):
+        other = drive(model, dtype="bfloat16", **options)
+        scored(other, prompts(40, 5))
+        assert other.info.weight_bytes == driver.info.weight_bytes - size
+        assert not other.runner._device.attention._latent_heads
+    monkeypatch.setattr(NativeOperators, "open", lambda native: setattr(native, "building", BuildsOn()))
+    assert drive(model, dtype="bfloat16").info.weight_bytes == driver.info.weight_bytes
 
 
 def test_prompts_of_more_than_256_tokens_run_outside_of_programs(model, drive, prompts):

@@ -13,6 +13,7 @@ from kernels.core.layer_context import LayerContext
 from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.low_rank import CpuLowRankDelta
 from kernels.devices.cpu.native_operators import NativeOperators
+from kernels.devices.cpu.paged_attention import NativeLatentHeads
 from kernels.devices.low_rank import LowRankDelta
 from kernels.execution.executors.native_decode import NativeDecode
 from kernels.execution.executors.native_prefill import NativePrefill
@@ -41,6 +42,21 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+}
+LATENT = CONFIG | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 2,
 }
 ALL = SlotSampling(temperature=0.0, logprobs=VOCAB)
 NINE = AdapterSettings(max_rank=8, max_batch=9)
@@ -111,7 +127,7 @@ def nine(model, tmp_path):
 
 
 def adapted(drive, model, files, settings=NINE, **options):
-    driver = drive(model, dtype="bfloat16", adapters=settings, **options)
+    driver = drive(model, **{"dtype": "bfloat16", "adapters": settings} | options)
     for number, file in files.items():
         driver.runner.load_adapter(number, str(file))
     return driver
@@ -155,6 +171,25 @@ def test_programs_with_adapters_compute_what_the_operators_do(model, nine, drive
     for step, wanted in zip(found, answers(driver, requests, 3), strict=True):
         for slot in requests:
             np.testing.assert_allclose(step[slot], wanted[slot], rtol=0, atol=0.2 if quantization else 0)
+
+
+def test_keys_of_latent_vectors_have_adapters_beside_native_operators(tmp_path, drive, prompts, monkeypatch):
+    """In bf16 as in float32, where all is plain torch. Identity matrices are not packed."""
+    model = made_up_model(tmp_path, LATENT, 0.1)
+    modules = {module: shape for module, shape in adapted_modules(model).items() if module.endswith("kv_b_proj")}
+    files = {index: save_adapter(tmp_path / f"{index}", modules, index, scale=0.3) for index in (1, 2)}
+    settings = AdapterSettings(max_rank=4, max_batch=2, targets=("kv_b_proj",))
+    requests = dict(enumerate(zip((2, 0, 1), prompts(60, 5, 11), strict=True), start=1))
+    driver = adapted(drive, model, files, settings)
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeLatentHeads, "__init__", None)
+        found = answers(driver, requests, 3)
+    wanted = answers(adapted(drive, model, files, settings, dtype="float32"), requests, 3)
+    for one, other in zip(found, wanted, strict=True):
+        for slot in requests:
+            np.testing.assert_allclose(one[slot], other[slot], atol=0.15)
+    (plain,) = answers(drive(model), {1: (0, requests[1][1])}, 1)
+    assert np.abs(plain[1] - wanted[0][1]).max() > 0.3
 
 
 def test_steps_of_adapters_run_in_one_native_call(model, nine, drive, prompts, monkeypatch):

@@ -14,7 +14,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.devices.attention import Attention
-from kernels.devices.latent_attention import LatentHeads, LatentWeights
+from kernels.devices.latent_attention import LatentHeads, LatentSpaceHeads, LatentWeights
 from kernels.devices.latent_cache import IndexedLatent, SplitLatent, read_latent
 from kernels.devices.npu import latent_attention
 from kernels.devices.npu_simulator.constraints import ConstraintError
@@ -76,6 +76,29 @@ def test_rows_attend_as_in_plain_torch(name, sizes, simulator, monkeypatch):
     assert ("npu.npu_fused_infer_attention_score.default" in called) == fused
     assert ("npu.npu_transpose_batchmatmul.default" in called) == (min(counts) <= 16)
     close(found, Attention.attend_latent(device.attention, queries, cache.vectors, batch, made, 0.1))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_queries_in_the_latent_space_attend_without_products(name, simulator):
+    device = opened()
+    starts, counts = STEPS[name]
+    cache, batch = filled(device, starts, counts)
+    queries, same = numbers(sum(counts), HEADS, 512 + 64, seed=3) * 0.1, LatentSpaceHeads.of(heads())
+    before = dict(simulator.engine.calls)
+    found = device.attention.attend_latent(queries, cache.vectors, batch, same, 0.1)
+    called = {key for key, count in simulator.engine.calls.items() if count != before.get(key)}
+    assert "npu.npu_transpose_batchmatmul.default" not in called
+    assert ("npu.npu_fused_infer_attention_score.default" in called) == (min(counts) <= 16)
+    # The product with identity matrices gives the same.
+    made = LatentHeads(same.keys.contiguous(), same.values.contiguous())
+    close(found, Attention.attend_latent(device.attention, queries, cache.vectors, batch, made, 0.1))
+    chosen = device.attention.choose_tokens(
+        numbers(sum(counts), 8, 128, seed=4), numbers(sum(counts), 8, seed=5).float(), cache.keys, batch, 64
+    )
+    found, expected = (
+        device.attention.attend_chosen(queries, cache.vectors, batch, each, 0.1, chosen) for each in (same, made)
+    )
+    close(found, expected)
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from app.understudy import MODEL_DIR
+from app.understudy.drafts import draft_path
+from kernels.contract.speculation import SpeculativeSettings
 from tests.kernels.distributed.divisions import FOUR_RANKS, TWO_RANKS, compare
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.simulated_npu import SPEC
@@ -82,7 +86,7 @@ def test_two_npus_with_experts_that_move_generate_what_one_does(reference, promp
     """In 16 and 8 bits, where a token takes one expert, so that sums do not depend on where it is."""
     model, texts = reference("placed-moe"), prompts(5, 23)
     copies = {"redundant": 2, "dispatch": "dynamic"}
-    stay, move = (copies | {"rebalance": {"iterations": 6, "min_utilization": least}} for least in (0.0, 1.0))
+    stay, move = (copies | {"rebalance": {"iterations": 12, "min_utilization": least}} for least in (0.0, 1.0))
     half = {"device": "npu", "page_size": 128, "ep_size": 2, "dtype": "bfloat16"}
     half["config_overrides"], options = json.dumps({"num_experts_per_tok": 1}), []
     for kind in ({}, {"quantization": "int8"}):
@@ -123,6 +127,20 @@ def test_two_stages_of_npus_replay_graphs_as_one_npu_does(reference, drive, prom
         assert (captured["graph_rows"], captured["tokens"]) == ([1, 4], eager["tokens"])
 
 
+def test_the_last_stage_of_npus_drafts_in_graphs_as_eagerly():
+    """In bfloat16: trees of the included model's head. Prompts are longer than any row that is captured."""
+    settings = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), num_steps=3, topk=3, num_draft_tokens=6)
+    graphs = {"device": "npu", "page_size": 128, "dtype": "bfloat16", "graph_rows": [1, 4]}
+    prompts = [[300 + token % 7 for token in range(12)], [400 + token % 5 for token in range(9)]]
+    job = {"model": str(MODEL_DIR), "prompts": prompts, "length": 24, "stages": 2, "options": graphs}
+    job["speculation"] = msgspec.to_builtins(settings)
+    (first, _), (captured, eager) = run_ranks([job, job | {"options": graphs | {"disable_graphs": True}}])
+    assert first["tokens"] == captured["tokens"] == eager["tokens"]
+    assert captured["accepted"] == eager["accepted"]
+    assert max(map(max, captured["accepted"])) > 1
+    assert captured["eager_drafts"] <= 2 < eager["eager_drafts"]
+
+
 def test_two_npus_share_experts_in_graphs_as_eagerly(reference, prompts):
     """A part replays a graph while the other runs a chunk, or has no rows; one has more rows than any graph."""
     texts = prompts(5, 9, 17, 4)
@@ -138,6 +156,24 @@ def test_two_npus_share_experts_in_graphs_as_eagerly(reference, prompts):
         assert answers[1]["replays"] > answers[0]["replays"] == 0
         assert answers[0]["tokens"] == answers[1]["tokens"]
         assert answers[2]["tokens"] == answers[3]["tokens"]
+
+
+def test_experts_move_beside_graphs_of_two_npus_that_share_them(reference, prompts):
+    """A token takes one expert, so that sums do not depend on where it is. One step in three counts and is eager."""
+    texts, copies = prompts(5, 9, 17), {"redundant": 2, "dispatch": "dynamic"}
+    stay, move = (copies | {"rebalance": {"iterations": 12, "min_utilization": least}} for least in (0.0, 1.0))
+    npu = {"device": "npu", "page_size": 128, "dtype": "bfloat16", "dp_size": 2, "ep_size": 2}
+    npu["config_overrides"] = json.dumps({"num_experts_per_tok": 1})
+    options = [{"experts": stay, "disable_graphs": True}, {"experts": move, "graph_rows": [1, 2]}]
+    job = {"model": str(reference("placed-moe").path), "parts": [texts[:1], texts[1:]], "length": 40}
+    moved = []
+    for eager, graphs in run_ranks([job | {"options": npu | each} for each in options]):
+        assert eager["tokens"] == graphs["tokens"]
+        assert (eager["graphs"], graphs["graphs"]) == ([], [1, 2])
+        assert graphs["replays"] > eager["replays"] == 0
+        moved.append((eager["moved"], graphs["moved"]))
+    assert moved[0] == moved[1]
+    assert moved[0][0] == 0 < moved[0][1]
 
 
 def test_two_npus_divide_prompts_of_sparse_attention_by_tokens(reference, prompts):

@@ -12,13 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels.contract.errors import GgufError
+from kernels.contract.adapters import AdapterSettings
+from kernels.contract.errors import ConfigError, GgufError
 from kernels.models.config_loader import read_config
 from kernels.weights.gguf.checkpoint import READ
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
 from kernels.weights.quantization.detect import detect_scheme
 from kernels.weights.quantization.weights import GroupedWeight
 from kernels.weights.tensors import Part, Role
+from tests.kits.adapters import adapted_modules, save_adapter
 from tests.kits.declared import declared, open_gguf
 from tests.kits.gguf_checkpoints import floats, greedy
 from tests.kits.gguf_writer import kind_of, write_gguf
@@ -186,6 +188,15 @@ def test_keys_and_values_of_latent_vectors_may_be_apart(apart_kv, reference, dri
     (prompt,) = prompts(12)
     assert read_config(file).latent == dataclasses.replace(read_config(model.path).latent, apart=apart_kv)
     assert greedy(drive, file, prompt, 20) == model.greedy(prompt, 20)
+
+
+def test_keys_and_values_that_are_apart_take_no_adapters(reference, drive, tmp_path):
+    path = reference("deepseek-v2-lite").path
+    file = write_gguf(path, tmp_path / "model.gguf", apart_kv=True)
+    modules = {module: shape for module, shape in adapted_modules(path).items() if module.endswith("kv_b_proj")}
+    driver = drive(file, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("kv_b_proj",)))
+    with pytest.raises(ConfigError, match="kv_b_proj takes no adapters: this file has its keys and values as modules"):
+        driver.runner.load_adapter(1, str(save_adapter(tmp_path / "one", modules, 1)))
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])

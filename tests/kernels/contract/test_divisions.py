@@ -1,0 +1,58 @@
+"""Sizes that a number of devices does not divide, refused from config.json alone and from a family's sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kernels.contract.divisions import check_divisions, stage_layers
+from kernels.contract.errors import ConfigError
+from kernels.models.config import local_config
+from kernels.models.config_loader import parse_config
+
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+EXPERTS = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize("raw", [DENSE, EXPERTS])
+@pytest.mark.parametrize(("ranks", "name"), [(5, "num_attention_heads 12"), (6, "num_key_value_heads 4")])
+def test_config_json_alone_is_refused_in_the_words_of_a_worker(raw: dict[str, Any], ranks: int, name: str) -> None:
+    with pytest.raises(ConfigError) as early:
+        check_divisions(raw, "a name", stages=1, ranks=ranks)
+    with pytest.raises(ConfigError) as late:
+        local_config(parse_config(raw), ranks)
+    assert str(late.value).startswith(name)
+    assert str(late.value) == str(early.value).replace("of a name", f"of {raw['architectures'][0]}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 12])
+def test_sizes_that_divide_are_left_to_the_workers(ranks: int) -> None:
+    check_divisions(DENSE, "any", stages=3, ranks=ranks)
+    check_divisions(
+        {"num_attention_heads": [12], "text_config": {"num_attention_heads": 5}}, "any", stages=9, ranks=ranks
+    )
+
+
+def test_key_heads_of_latent_attention_are_not_divided() -> None:
+    check_divisions(DENSE | {"kv_lora_rank": 16}, "any", stages=1, ranks=6)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"3 layers cannot have --pipeline-parallel-size 4: .* use at most 3"):
+        check_divisions(DENSE, "any", stages=4, ranks=1)
+    assert [stage_layers(3, stage, 2) for stage in (0, 1)] == [range(2), range(2, 3)]
