@@ -105,7 +105,7 @@ async def test_what_is_wrong_with_an_adapter_is_said_and_changes_nothing(engine,
     ):
         with pytest.raises(InvalidRequest, match=reason):
             await engine.load_adapter(name, str(path))
-    with pytest.raises(InvalidRequest, match="no adapter 'x' is loaded. .*: 'first'"):
+    with pytest.raises(InvalidRequest, match=r"no adapter 'x' is loaded\. .*: 'first'"):
         await engine.unload_adapter("x")
     assert [adapter.name for adapter in engine.adapters] == ["first"]
     assert len(engine.adapters.numbered()) == 1

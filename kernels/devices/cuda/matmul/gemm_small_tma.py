@@ -39,10 +39,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import copying
-from kernels.devices.cuda.matmul.low_rank_few import Extension
 from kernels.devices.cuda.matmul.scaled_residual import ROWS, Joining, Scaled
 
-__all__ = ["EightBitScales", "TmaSplit", "choose_split", "described", "multiply"]
+__all__ = ["EightBitScales", "Extension", "TmaSplit", "choose_split", "describe", "described", "multiply"]
 
 _ROWS: Final = ROWS  # of the weight: what wgmma takes
 _BLOCK_BYTES: Final = 256  # of a row, in a stage
@@ -57,6 +56,8 @@ _ALONE: Final = {16: 3, 32: 3, 64: 4}
 _SHALLOW: Final = 3
 """Stages of programs of 64 tokens with few tiles, not gated."""
 _MULTIPROCESSORS: Final = 132  # of an H200
+_SHARED: Final = (228 - 2 - 1) * 1024  # bytes of a multiprocessor for two programs, without the barriers
+_EXTENDED: Final = 10  # stages at most, beside a program for A
 _PROGRAMS: Final = {16: 2 * _MULTIPROCESSORS, 32: _MULTIPROCESSORS, 64: _MULTIPROCESSORS}
 """More tokens need more summation. Measured."""
 _FEW = 48  # fewer programs are too few
@@ -74,6 +75,24 @@ class EightBitScales(NamedTuple):
     tokens: Tensor
     rows: Tensor
     dtype: torch.dtype
+
+
+class Extension(NamedTuple):
+    """What a product of ``tokens`` goes on with, after its inputs: ``low`` [modules * tokens, width], the last numbers
+    of each token's row; ``up`` [outputs, width]; ``places`` int64 [tokens], of ``rank`` numbers each; ``begun``: of
+    ``low_rank_few.low_rank_few_kernel``; ``ends`` int32 [modules] of the modules' outputs, which are multiples of 64.
+    ``step``: numbers that are written up to the last place in use; ``shared``: bytes of shared memory of a program of
+    A."""
+
+    low: Tensor
+    up: Tensor
+    places: Tensor
+    begun: Tensor
+    ends: Tensor
+    modules: int
+    rank: int
+    step: int
+    shared: int
 
 
 class TmaSplit(NamedTuple):
@@ -95,24 +114,35 @@ def _rows_to(bar, weight, held, slot, row, at, outputs, more, gated: gl.constexp
 
 
 @gluon.jit
-def _extension_to(bar, up, low, held, values, slot, number, row, first, tokens, outputs, module, beside, read, more,
-                  block: gl.constexpr, gated: gl.constexpr):  # fmt: skip
-    """Request stage ``number`` of what follows the inputs. Of a gated product each stage is for one half of the rows,
-    and the other half is read beyond the last output: zeros."""
-    mbarrier.expect(bar, read, pred=more)
+def _up_to(bar, up, held, slot, number, row, outputs, more, step: gl.constexpr, gated: gl.constexpr):
+    """Request B for stage ``number`` of what follows the inputs. Of a gated product each stage is for one half of the
+    rows, and the other half is read beyond the last output: zeros."""
     if gated:
         half = number % 2
-        at = number // 2 * block
+        at = number // 2 * step
         beyond = 2 * outputs
-        tma.async_copy_global_to_shared(up, [row + half * beyond, at], bar, held.index(2 * slot), pred=more)
+        tma.async_copy_global_to_shared(up, [row + half * beyond, at], bar, _narrowed(held, 2 * slot, step), pred=more)
         other = beyond + row - half * outputs
-        tma.async_copy_global_to_shared(up, [other, at], bar, held.index(2 * slot + 1), pred=more)
-        line = (module + half * (beside - module)) * tokens + first
-        tma.async_copy_global_to_shared(low, [line, at], bar, values.index(slot), pred=more)
+        tma.async_copy_global_to_shared(up, [other, at], bar, _narrowed(held, 2 * slot + 1, step), pred=more)
     else:
-        at = number * block
-        tma.async_copy_global_to_shared(up, [row, at], bar, held.index(slot), pred=more)
-        tma.async_copy_global_to_shared(low, [module * tokens + first, at], bar, values.index(slot), pred=more)
+        tma.async_copy_global_to_shared(up, [row, number * step], bar, _narrowed(held, slot, step), pred=more)
+
+
+@gluon.jit
+def _low_to(bar, low, values, slot, number, first, tokens, module, beside, more, step: gl.constexpr,
+            gated: gl.constexpr):  # fmt: skip
+    """Request the results of A for stage ``number`` of what follows the inputs."""
+    line, at = module, number * step
+    if gated:
+        line, at = module + number % 2 * (beside - module), number // 2 * step
+    tma.async_copy_global_to_shared(low, [line * tokens + first, at], bar, _narrowed(values, slot, step), pred=more)
+
+
+@gluon.jit
+def _narrowed(held, slot, columns: gl.constexpr):
+    """The first ``columns`` numbers of each row of a stage, one swizzled tile."""
+    whole = held.index(slot)
+    return whole._reinterpret(whole.dtype, [whole.shape[0], columns], whole.layout)
 
 
 @gluon.jit
@@ -123,7 +153,7 @@ def _factors(squares, first, tokens, inputs, eps, token_block: gl.constexpr, til
     token = first + gl.arange(0, token_block, layout=gl.SliceLayout(1, spread))
     tile = gl.arange(0, tile_block, layout=gl.SliceLayout(0, spread))
     here = (token < tokens)[:, None] & (tile < tiles)[None, :]
-    some = gl.load(squares + token[:, None] * tiles + tile[None, :], mask=here, other=0.0)
+    some = gl.load(squares + token[:, None] * tiles + tile[None, :], mask=here, other=0.0, cache_modifier=".cg")
     return gl.rsqrt(gl.sum(some, 1) / inputs + eps)
 
 
@@ -143,7 +173,8 @@ def gemm_small_tma_kernel(
     row_scales,
     low,
     up,
-    reach,
+    places,
+    begun,
     ends,
     eps,
     tokens,
@@ -165,6 +196,8 @@ def gemm_small_tma_kernel(
     adds: gl.constexpr,
     begins: gl.constexpr,
     modules: gl.constexpr,
+    rank: gl.constexpr,
+    step_size: gl.constexpr,
     pdl: gl.constexpr,
 ):
     """``rows`` outputs of ``token_block`` tokens a program. ``gated``: silu of the product is multiplied by that of the
@@ -180,6 +213,7 @@ def gemm_small_tma_kernel(
     size: gl.constexpr = rows * token_block
     kind: gl.constexpr = gl.float8e4nv if bits == 8 else like
     read: gl.constexpr = (halves * rows + token_block) * block * (bits // 8)  # bytes of a stage
+    added: gl.constexpr = (halves * rows + token_block) * step_size * (bits // 8)  # ... of what follows the inputs
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, token_block, 256 // bits])
     beside: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, warps], [0, 1])
     split, tile = gl.program_id(0), gl.program_id(1)
@@ -214,23 +248,29 @@ def gemm_small_tma_kernel(
             module += (row >= end).to(gl.int32)
             beside_module += (outputs + row >= end).to(gl.int32)
     if pdl:
-        gdc_wait()
+        if modules > 0:
+            while gl.load(begun, volatile=True) == 0:
+                pass
+        else:
+            gdc_wait()
     for stage in gl.static_range(stages):
         at = (begin + stage) * block
         tma.async_copy_global_to_shared(x, [first, at], bars.index(stage), values.index(stage), pred=stage < count)
     more_stages = 0
     if modules > 0:  # after the last of the inputs, which the last part has
-        more_stages = gl.load(reach) * halves * (split == splits - 1).to(gl.int32)
+        spread: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+        each = gl.arange(0, 64, layout=spread)
+        last = gl.max(gl.load(places + each, mask=each < tokens, other=0, cache_modifier=".cg"), 0).to(gl.int32)
+        more_stages = (last * rank + step_size - 1) // step_size * halves * (split == splits - 1).to(gl.int32)
         for stage in gl.static_range(stages):
-            _extension_to(
-                bars.index(stage), up, low, held, values, stage, stage - count, row, first, tokens, outputs, module,
-                beside_module, read, (stage >= count) & (stage < count + more_stages), block, gated,
-            )  # fmt: skip
+            more = (stage >= count) & (stage < count + more_stages)
+            mbarrier.expect(bars.index(stage), added, pred=more)
+            _up_to(bars.index(stage), up, held, stage, stage - count, row, outputs, more, step_size, gated)
     token = first + gl.arange(0, token_block, layout=gl.SliceLayout(0, beside))
     here = (token < tokens)[None, :] & (output < outputs)[:, None]
     result = token[None, :] * outputs + output[:, None]
     if adds:  # what is needed last is asked for first
-        kept = gl.load(out + result, mask=here, other=0.0)
+        kept = gl.load(out + result, mask=here, other=0.0, cache_modifier=".cg")
     if tiles > 0:
         found = _factors(before, first, tokens, inputs, eps, token_block, tiles, tile_block, warps)
         factor = gl.convert_layout(found, gl.SliceLayout(0, mma))
@@ -239,7 +279,7 @@ def gemm_small_tma_kernel(
     nothing = gl.zeros([rows, token_block], gl.float32, mma)
     slot = 0
     turn = 0
-    for step in range(count + more_stages):
+    for step in range(count):
         bar = bars.index(slot)
         mbarrier.wait(bar, turn)
         value = values.index(slot).permute((1, 0))
@@ -267,15 +307,42 @@ def gemm_small_tma_kernel(
         _rows_to(bar, weight, held, slot, row, at, outputs, more, gated)
         tma.async_copy_global_to_shared(x, [first, at], bar, values.index(slot), pred=more)
         if modules > 0:
-            behind = step + stages - count
-            _extension_to(
-                bar, up, low, held, values, slot, behind, row, first, tokens, outputs, module, beside_module, read,
-                (behind >= 0) & (behind < more_stages), block, gated,
-            )  # fmt: skip
+            following = step + stages - count
+            more = (following >= 0) & (following < more_stages)
+            mbarrier.expect(bar, added, pred=more)
+            _up_to(bar, up, held, slot, following, row, outputs, more, step_size, gated)
         slot += 1
         if slot == stages:
             slot = 0
             turn ^= 1
+    if modules > 0:
+        if pdl:
+            gdc_wait()  # for the results of A, and before anything is written
+        for stage in gl.static_range(stages):
+            at_slot = (slot + stage) % stages
+            _low_to(bars.index(at_slot), low, values, at_slot, stage, first, tokens, module, beside_module,
+                    stage < more_stages, step_size, gated)  # fmt: skip
+        for step in range(more_stages):
+            bar = bars.index(slot)
+            mbarrier.wait(bar, turn)
+            value = _narrowed(values, slot, step_size).permute((1, 0))
+            if gated:
+                total = warpgroup_mma(_narrowed(held, 2 * slot, step_size), value, total, is_async=True)
+                other = warpgroup_mma(_narrowed(held, 2 * slot + 1, step_size), value, other, is_async=True)
+                total, other = warpgroup_mma_wait(0, deps=[total, other])
+            else:
+                total = warpgroup_mma(_narrowed(held, slot, step_size), value, total, is_async=True)
+                total = warpgroup_mma_wait(0, deps=[total])
+            gl.thread_barrier()
+            number = step + stages
+            more = number < more_stages
+            mbarrier.expect(bar, added, pred=more)
+            _up_to(bar, up, held, slot, number, row, outputs, more, step_size, gated)
+            _low_to(bar, low, values, slot, number, first, tokens, module, beside_module, more, step_size, gated)
+            slot += 1
+            if slot == stages:
+                slot = 0
+                turn ^= 1
     of = gl.arange(0, rows, layout=gl.SliceLayout(1, mma))
     at = gl.arange(0, token_block, layout=gl.SliceLayout(0, mma))
     if left:
@@ -337,13 +404,16 @@ def gemm_small_tma_kernel(
 def described(weight: Tensor) -> TensorDescriptor:
     """The copy engine's descriptor of a dense weight [outputs, inputs] of 16 or 8 bits; a row is a multiple of 16
     bytes."""
-    return _describe(weight, _ROWS)
+    return describe(weight, _ROWS)
 
 
-def _describe(dense: Tensor, rows: int) -> TensorDescriptor:
+def describe(dense: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """The copy engine's descriptor of blocks of ``rows`` and ``columns`` of a matrix of 16 or 8 bits, whose rows are
+    contiguous and begin at multiples of 16 bytes; without ``columns``: of the inputs of a stage."""
     size = dense.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size)
-    return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], [rows, _BLOCK_BYTES // size], layout)
+    block = [rows, columns or _BLOCK_BYTES // size]
+    return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], block, layout)
 
 
 def _evenly(tiles: int, steps: int) -> TmaSplit | None:
@@ -402,6 +472,11 @@ def multiply(
     tiles = triton.cdiv(outputs, _ROWS)
     bits = 16 if scales is None else 8
     token_block, splits, stages = choose_split(len(x), outputs, inputs * bits // 16, gated)
+    if extension is not None:
+        if not gated and tiles * triton.cdiv(len(x), token_block) > _FEW:  # the sum of parts would wait for A, too
+            splits, stages = 1, _EXTENDED
+        memory = _SHARED - extension.shared
+        stages = min(stages, memory // ((halves * _ROWS + token_block) * _BLOCK_BYTES))
     parts = triton.cdiv(len(x), token_block)
     left = left and splits > 1
     assert not left or not (gated or bias is not None or joining), "what follows the sum is left, too"
@@ -415,7 +490,7 @@ def multiply(
     following = None if joining is None else joining.following
     pdl = copying(x.device)
     gemm_small_tma_kernel[(splits, tiles, parts)](
-        _describe(x, token_block),
+        describe(x, token_block),
         weight,
         out if bias is None else bias,
         out,
@@ -427,9 +502,10 @@ def multiply(
         out if following is None else following.squares,
         out if scales is None else scales.tokens,
         out if scales is None else scales.rows,
-        out if extension is None else _describe(extension.low, token_block),
-        out if extension is None else _describe(extension.up, _ROWS),
-        out if extension is None else extension.steps,
+        out if extension is None else describe(extension.low, token_block, extension.step),
+        out if extension is None else describe(extension.up, _ROWS, extension.step),
+        out if extension is None else extension.places,
+        out if extension is None else extension.begun,
         out if extension is None else extension.ends,
         0.0 if begun is None else begun.norm.eps,
         len(x),
@@ -451,6 +527,8 @@ def multiply(
         joining is not None,
         following is not None,
         0 if extension is None else extension.modules,
+        0 if extension is None else extension.rank,
+        0 if extension is None else extension.step,
         pdl,
         num_warps=_WARPS,
         launch_pdl=pdl,

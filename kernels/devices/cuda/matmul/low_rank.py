@@ -8,7 +8,7 @@ shapes do not depend on which rows have which adapter, and a captured graph serv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
@@ -18,9 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.core.layer_context import LayerContext
 from kernels.devices.cuda.launch import overlapping
-from kernels.devices.cuda.matmul import low_rank_few
-from kernels.devices.cuda.matmul.low_rank_few import Extension
 from kernels.devices.low_rank import LowRankDelta
+
+if TYPE_CHECKING:
+    from kernels.devices.cuda.matmul.gemm_small_tma import Extension
 
 __all__ = ["CudaLowRankDelta", "add_low_rank", "make_up"]
 
@@ -29,6 +30,7 @@ _SPLIT: Final = 512  # inputs of a program, where there are so few rows that the
 _MAX_SPLITS: Final = 16
 _INVARIANT_SPLITS: Final = 4  # of any number of rows
 _FEW: Final = 256  # rows
+_OUTPUTS: Final = 64  # of a program of the product, all of one module
 _MAX_RANK: Final = 128  # of a program: more does not fit shared memory in float32
 
 
@@ -160,7 +162,7 @@ class CudaLowRankDelta(LowRankDelta):
         ]
         self._tiles = torch.tensor(tiles, dtype=torch.int32, device=down.device)
         self._ends = torch.tensor([end for _, end in self.columns], dtype=torch.int32, device=down.device)
-        self._arrived = low_rank_few.counters(down)
+        self._counters = torch.zeros(down[:, :, 0].numel() + 1, dtype=torch.int32, device=down.device)
 
     def __call__(self, x: Tensor, outputs: Tensor) -> Tensor:
         """``x`` [rows, inputs], ``outputs`` [rows, outputs], which is overwritten and returned."""
@@ -176,13 +178,20 @@ class CudaLowRankDelta(LowRankDelta):
     @property
     def extends(self) -> bool:
         """Whether ``extension`` supports the layer: its kernel takes 64 outputs, and 16 bytes, at a time."""
-        whole = all(end % low_rank_few.OUTPUTS == 0 for _, end in self.columns)
+        whole = all(end % _OUTPUTS == 0 for _, end in self.columns)
         return whole and self.rank % 8 == 0 and self.down.shape[2] % 8 == 0
 
     def extension(self, x: Tensor) -> Extension:
         """For the kernel of a product of up to 64 tokens ``x`` [tokens, inputs], which is launched next."""
-        low, steps = low_rank_few.shrink(x, self.context.rows, self.down, self.rank, self._arrived)
-        return Extension(low, _by_outputs(self.up)[:, self.rank :], steps, self._ends, len(self.columns))
+        from kernels.devices.cuda.matmul import gemm_small_tma, low_rank_few
+
+        places = self.context.rows
+        low, begun = low_rank_few.shrink(x, places, self.down, self.rank, self._counters)
+        up = _by_outputs(self.up)[:, self.rank :]
+        return gemm_small_tma.Extension(
+            low, up, places, begun, self._ends, len(self.columns), self.rank, low_rank_few.STEP,
+            low_rank_few.shared_memory(len(x)),
+        )  # fmt: skip
 
 
 def make_up(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,158 +1,198 @@
 """The first half of what adapters add to a product of a few tokens: their A.
 
-It runs while the kernel of the product requests its first rows of the weight. The result is the rest of that product's
-tokens: a token has a number for each line of all places' B, zeros but for those of its own place.
+The kernel runs beside that of the product. The result is the rest of the product's tokens: a token has a number for
+each column of all places' B, zeros except for those of its place. The product reads it last. Its kernel would wait for
+the whole kernel of A with ``gdc_wait`` before it reads its tokens, which exist earlier; a flag in memory, set when the
+kernel before both has ended, lets it begin at once.
+
+The matrices of all places are one weight, which the copy engine loads as for ``gemm_small_tma``: a program requests its
+rows before the tokens exist. A program none of whose rows is of a place in use ends at once.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.launch import overlapping
+from kernels.devices.cuda.launch import copying
+from kernels.devices.cuda.matmul.gemm_small_tma import describe
 
-__all__ = ["OUTPUTS", "STEP", "Extension", "counters", "shrink"]
+__all__ = ["STEP", "shared_memory", "shrink"]
 
-STEP: Final = 128
+STEP: Final = 64
 """Numbers of a token that the product reads at a time."""
-OUTPUTS: Final = 64
-"""Outputs of a program of the product, all of one module."""
-_LINES: Final = 64  # most rows of A that a program multiplies at a time
-_BLOCK: Final = 64  # inputs
-_TURN: Final = 2 * _BLOCK  # inputs that are requested at once: more take shared memory that the product fills meanwhile
-_PROGRAMS: Final = 128  # of a launch: each runs beside one of the kernels before and after
-_SPLITS: Final = 16
-_GROUP: Final = 8  # parts that are added at once
-_LONG: Final = 512  # inputs of a program, if there are more than so many for each split
+_ROWS: Final = 64  # of A: what wgmma takes
+_BLOCK: Final = 128  # inputs of a stage
+_WARPS: Final = 4
+_STAGES: Final = 2  # in flight: more take shared memory of the product
+_SPLITS: Final = 24  # at most
+_MIN_BLOCK: Final = 16  # tokens
+_ADDED: Final = 8192  # numbers of the parts that are added at once
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens"])
 def low_rank_few_kernel(
     x,
-    places,
     down,
+    places,
     low,
-    steps,
+    begun,
     partial,
     arrived,
     tokens,
-    stride,
     width,
-    inputs: tl.constexpr,
-    split: tl.constexpr,
-    splits: tl.constexpr,
-    rows: tl.constexpr,
-    rank: tl.constexpr,
-    step: tl.constexpr,
-    token_block: tl.constexpr,
-    line_block: tl.constexpr,
-    chunks: tl.constexpr,
-    block: tl.constexpr,
-    group: tl.constexpr,
-    pdl: tl.constexpr,
+    inputs: gl.constexpr,
+    share: gl.constexpr,
+    splits: gl.constexpr,
+    rows: gl.constexpr,
+    rank: gl.constexpr,
+    step: gl.constexpr,
+    token_block: gl.constexpr,
+    line_block: gl.constexpr,
+    row_block: gl.constexpr,
+    block: gl.constexpr,
+    stages: gl.constexpr,
+    group: gl.constexpr,
+    warps: gl.constexpr,
+    pdl: gl.constexpr,
 ):
-    """``low`` [modules, tokens, width]: the products of ``x`` [tokens, inputs], whose rows are ``stride`` apart, with
-    ``down`` [places, rows, inputs] of place 1 and those behind it. ``steps`` [1]: how many ``step`` numbers hold those
-    of all places in use; no more are written. A place's rows are divided into ``chunks``."""
-    part = tl.program_id(0)
-    token = tl.arange(0, token_block)
-    inner = tl.arange(0, block)
-    here = token < tokens
+    """``low`` [modules, tokens, width]: the products of ``x`` [tokens, inputs] with ``down`` [lines, inputs], ``rows``
+    lines for each place from place 1 on. A program is for some places, or for ``line_block`` lines of one. Only the
+    steps of ``step`` numbers up to the last place in use are written. ``places`` were written before the previous
+    kernel. ``begun`` [1]: 1 from when ``x`` exists until the next such kernel of this layer."""
+    like: gl.constexpr = low.dtype.element_ty
+    read: gl.constexpr = (line_block + token_block) * block * 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, token_block, 16])
+    spread: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [warps, 1], [1, 0])
+    part, tile = gl.program_id(0), gl.program_id(1)
+    leads = (part == 0) & (tile == 0)
+    held = gl.allocate_shared_memory(like, [stages, line_block, block], down.layout)
+    values = gl.allocate_shared_memory(like, [stages, token_block, block], x.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(bars.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
     if pdl:
-        gdc_launch_dependents()
+        # The product's programs start after all programs here have passed this line, and see 0.
+        if leads:
+            if gl.atomic_xchg(begun, 0) >= 0:
+                gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+    token = gl.arange(0, token_block, layout=gl.SliceLayout(0, mma))
+    together: gl.constexpr = max(1, line_block // rows)  # places
+    chunks: gl.constexpr = (rows + line_block - 1) // line_block
+    group_of_places, begins_at = tile // chunks, tile % chunks * line_block
+    line = begins_at + gl.arange(0, line_block, layout=gl.SliceLayout(1, mma))
+    place = group_of_places * together + line // rows  # 0 is the first that an adapter may have
+    here = (token < tokens)[None, :] & (line < together * rows)[:, None]
+    of_token = gl.load(places + token, mask=token < tokens, other=0).to(gl.int32) - 1
+    reach = ((gl.max(of_token, 0) + 1) * rank + step - 1) // step * step
+    own = here & (of_token[None, :] == place[:, None])
+    used = gl.max(gl.max(own.to(gl.int32), 1), 0) > 0
+    first_line = group_of_places * together * rows + begins_at
+    begin = part * share
+    count = gl.minimum(share, (inputs + block - 1) // block - begin) * used.to(gl.int32)
+    for stage in gl.static_range(stages):
+        bar = bars.index(stage)
+        mbarrier.expect(bar, read, pred=stage < count)
+        at = (begin + stage) * block
+        tma.async_copy_global_to_shared(down, [first_line, at], bar, held.index(stage), pred=stage < count)
+    if pdl:
         gdc_wait()
-    of_token = tl.load(places + token, mask=here, other=0).to(tl.int32)
-    last = tl.max(of_token, 0)
-    reach = (last * rank + step - 1) // step
-    if (part == 0) & (tl.program_id(1) == 0):
-        tl.store(steps, reach)
-    for number in range(tl.program_id(1), last * chunks, tl.num_programs(1)):
-        place = number // chunks + 1
-        at = number % chunks * line_block + tl.arange(0, line_block)
-        own = of_token == place
-        to = token[:, None] * width + ((place - 1) * rank + at % rank + at // rank * (tokens * width))[None, :]
-        total = tl.zeros([token_block, line_block], tl.float32)
-        stored = here[:, None] & (at < rows)[None, :]
-        if tl.max(own.to(tl.int32), 0) > 0:
-            first = x + token[:, None] * stride + inner[None, :]
-            second = down + place.to(tl.int64) * rows * inputs + (at[None, :] * inputs + inner[:, None])
-            mask = (at < rows)[None, :]
-            for begin in range(part * split, tl.minimum(part * split + split, inputs), 2 * block):
-                # Request all before using any.
-                inside = begin + inner < inputs
-                a = tl.load(first + begin, mask=own[:, None] & inside[None, :], other=0.0)
-                b = tl.load(second + begin, mask=mask & inside[:, None], other=0.0)
-                inside = begin + block + inner < inputs
-                c = tl.load(first + begin + block, mask=own[:, None] & inside[None, :], other=0.0)
-                d = tl.load(second + begin + block, mask=mask & inside[:, None], other=0.0)
-                total = tl.dot(a, b, total, input_precision="ieee")
-                total = tl.dot(c, d, total, input_precision="ieee")
-            sums = partial + token[:, None] * rows + at[None, :]  # a token has one place
-            added = own[:, None] & mask
-            tl.store(sums + part * tokens * rows, total, mask=added)
-            tl.debug_barrier()
-            if tl.atomic_add(arrived + number, 1, sem="acq_rel") == splits - 1:
-                tl.debug_barrier()
-                tl.store(arrived + number, 0)
-                total = tl.zeros([token_block, line_block], tl.float32)
-                for begin in range(0, splits, group):
-                    for more in tl.static_range(group):
-                        known = added & (begin + more < splits)
-                        there = sums + (begin + more) * tokens * rows
-                        total += tl.load(there, mask=known, other=0.0, cache_modifier=".cg")
-                tl.store(low + to, total.to(low.dtype.element_ty), mask=stored)
-        elif part == 0:
-            tl.store(low + to, total.to(low.dtype.element_ty), mask=stored)
-    if part == 0:  # the product reads whole steps
-        past = last * rank + tl.arange(0, step)
-        nothing = tl.zeros([token_block, step], low.dtype.element_ty)
-        inside = here[:, None] & ((past < reach * step) & (past < width))[None, :]
-        for module in range(tl.program_id(1), rows // rank, tl.num_programs(1)):
-            tl.store(low + ((module * tokens + token[:, None]) * width + past[None, :]), nothing, mask=inside)
+        if leads:
+            gl.atomic_xchg(begun, 1, sem="release")
+    for stage in gl.static_range(stages):
+        at = (begin + stage) * block
+        tma.async_copy_global_to_shared(x, [0, at], bars.index(stage), values.index(stage), pred=stage < count)
+    if part == 0:
+        column = place * rank + line % rank
+        to = low + (line % rows // rank * tokens)[:, None] * width + token[None, :] * width + column[:, None]
+        nothing = gl.zeros([line_block, token_block], like, mma)
+        elsewhere = here & (of_token[None, :] != place[:, None])
+        gl.store(to, nothing, mask=elsewhere & (column < min(reach, width))[:, None])
+    total = gl.zeros([line_block, token_block], gl.float32, mma)
+    if used:
+        slot = 0
+        turn = 0
+        for step_number in range(count):
+            bar = bars.index(slot)
+            mbarrier.wait(bar, turn)
+            total = warpgroup_mma(held.index(slot), values.index(slot).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_wait(0, deps=[total])
+            gl.thread_barrier()  # all warps have read the stage
+            more = step_number + stages < count
+            at = (begin + step_number + stages) * block
+            mbarrier.expect(bar, read, pred=more)
+            tma.async_copy_global_to_shared(down, [first_line, at], bar, held.index(slot), pred=more)
+            tma.async_copy_global_to_shared(x, [0, at], bar, values.index(slot), pred=more)
+            slot += 1
+            if slot == stages:
+                slot = 0
+                turn ^= 1
+        sums = partial + token[None, :] * rows + (line % rows)[:, None]  # a token has one place
+        gl.store(sums + part * tokens * rows, total, mask=own)
+        gl.thread_barrier()
+        earlier = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        if earlier < splits - 1:
+            return
+        gl.thread_barrier()
+        gl.store(arrived + tile, 0)
+        each = gl.arange(0, token_block, layout=gl.SliceLayout(1, spread))
+        row = begins_at + gl.arange(0, row_block, layout=gl.SliceLayout(0, spread))
+        of_each = gl.load(places + each, mask=each < tokens, other=0).to(gl.int32) - 1
+        its = (of_each >= 0) & (of_each // together == group_of_places) & (each < tokens)
+        known = its[:, None] & (row < rows)[None, :]
+        result = gl.zeros([token_block, row_block], gl.float32, spread)
+        there = partial + each[:, None] * rows + row[None, :]
+        for first in range(0, splits, group):
+            for more in gl.static_range(group):
+                inside = known & (first + more < splits)
+                result += gl.load(there + (first + more) * tokens * rows, mask=inside, other=0.0, cache_modifier=".cg")
+        line_of = (row // rank * tokens)[None, :] + each[:, None]
+        gl.store(low + line_of * width + of_each[:, None] * rank + (row % rank)[None, :], result.to(like), mask=known)
 
 
-class Extension(NamedTuple):
-    """What a product of ``tokens`` goes on with, behind its inputs: ``low`` [modules * tokens, width], the last
-    number of each token's row; ``up`` [outputs, width]; int32 ``steps`` [1] of ``STEP`` numbers that are not all zeros;
-    ``ends`` int32 [modules] of the modules' outputs, which are multiples of 64."""
-
-    low: Tensor
-    up: Tensor
-    steps: Tensor
-    ends: Tensor
-    modules: int
+def shared_memory(tokens: int) -> int:
+    """Bytes of shared memory that a program of ``shrink`` takes."""
+    return _STAGES * (_ROWS + _token_block(tokens)) * _BLOCK * 2 + 1024
 
 
-def counters(down: Tensor) -> Tensor:
-    """Counters of finished parts for ``shrink``, zero between products, of ``down`` [places, rows, inputs]."""
-    return torch.zeros((len(down) - 1) * _chunks(down), dtype=torch.int32, device=down.device)
+def _token_block(tokens: int) -> int:
+    return max(_MIN_BLOCK, triton.next_power_of_2(tokens))
 
 
-def _chunks(down: Tensor) -> int:
-    return triton.cdiv(down.shape[1], _LINES)
-
-
-def shrink(x: Tensor, places: Tensor, down: Tensor, rank: int, arrived: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` [tokens, inputs], up to 64, whose ``places`` are int64 [tokens] -> ``low`` and ``steps`` of
-    ``Extension``. ``down`` [places, modules * rank, inputs]; ``arrived``: of ``counters``."""
+def shrink(x: Tensor, places: Tensor, down: Tensor, rank: int, counters: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` [tokens, inputs], up to 64, whose ``places`` are int64 [tokens] -> ``low`` and ``begun`` of ``Extension``
+    of ``gemm_small_tma``.
+    ``down`` [places, modules * rank, inputs]. ``counters``: int32 zeros, as many as ``down`` has rows and one more."""
     tokens, inputs = x.shape
-    rows, width = down.shape[1], (len(down) - 1) * rank
-    splits = min(max(_SPLITS, inputs // _LONG), triton.cdiv(inputs, _TURN))
-    split = triton.cdiv(triton.cdiv(inputs, splits), _TURN) * _TURN
-    splits = triton.cdiv(inputs, split)
+    rows, width, used = down.shape[1], (len(down) - 1) * rank, down[1:].flatten(0, 1)
+    steps = triton.cdiv(inputs, _BLOCK)
+    share = max(_STAGES, triton.cdiv(steps, _SPLITS))
+    splits = triton.cdiv(steps, share)
     low = x.new_empty((rows // rank * tokens, width))
-    steps = torch.empty(1, dtype=torch.int32, device=x.device)
     partial = torch.empty(splits * tokens * rows, dtype=torch.float32, device=x.device)
-    line_block = min(_LINES, max(16, triton.next_power_of_2(rows)))
-    pdl = overlapping(x.device)
-    low_rank_few_kernel[(splits, min(len(arrived), max(1, _PROGRAMS // splits)))](
-        x, places, down, low, steps, partial, arrived, tokens, x.stride(0), width, inputs, split, splits, rows, rank,
-        STEP, max(16, triton.next_power_of_2(tokens)), line_block, _chunks(down), _BLOCK, _GROUP, pdl, num_warps=8,
-        num_stages=1, launch_pdl=pdl,
+    token_block, pdl = _token_block(tokens), copying(x.device)
+    row_block = min(_ROWS, max(16, triton.next_power_of_2(rows)))
+    tiles = triton.cdiv(len(down) - 1, max(1, _ROWS // rows)) * triton.cdiv(rows, _ROWS)
+    low_rank_few_kernel[(splits, tiles)](
+        describe(x, token_block, _BLOCK), describe(used, _ROWS, _BLOCK), places, low, counters, partial, counters[1:],
+        tokens, width, inputs, share, splits, rows, rank, STEP, token_block, _ROWS, row_block, _BLOCK, _STAGES,
+        min(splits, _ADDED // (token_block * row_block)), _WARPS, pdl, num_warps=_WARPS, launch_pdl=pdl,
     )  # fmt: skip
-    return low, steps
+    return low, counters
