@@ -439,6 +439,10 @@ def run_parts(runner: ModelRunner, driver: Driver, job: dict[str, Any], config: 
         simulator = active()
         assert simulator is not None
         calls = sum(count for name, count in simulator.engine.calls.items() if "moe_distribute" in name)
+    if runner._device.torch_device.type == "cuda":
+        # A part without rows waits for no result. Its group's end would abort collectives that it has launched and the
+        # other part still needs.
+        torch.cuda.synchronize()
     runner.close()
     return {
         "tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)],
