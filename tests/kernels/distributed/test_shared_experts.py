@@ -10,8 +10,8 @@ import torch
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.expert_settings import ExchangeSettings
-from kernels.distributed.group import Group
 from kernels.devices.communication import Communication
+from kernels.distributed.group import Group
 from kernels.distributed.shared_experts import SharedExperts
 from kernels.execution import executor_list
 from tests.kernels.distributed.ranks import run_ranks
