@@ -189,9 +189,9 @@ class LatentAttention:
 
     def _project_back(self, result: Tensor, wanted: Tensor | None) -> Tensor:
         if wanted is not None:
-            result = result.index_select(0, wanted) if self.context is None else self.context.take(result, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
+            result = result.index_select(0, wanted) if self.context is None else self.context.take(result, wanted)
         return self.output(result)
 
 
