@@ -87,6 +87,10 @@ def _shared(
     """The executors of data-parallel attention. Passes are captured of as many rows of each part as of this one."""
     config, drafts = context.loaded.config, context.loaded.draft_experts
     eager = {
+        # NCCL's guide, "Using NCCL with CUDA Graphs": all ranks capture an operation, or none does.
+        "NCCL, whose captured operations all ranks have to replay together": (
+            context.loaded.device.communication.backend == "nccl"
+        ),
         "--moe-a2a-backend": shared.exchange is not None,
         "--speculative-algorithm": context.loaded.speculator is not None,
         "--disable-cuda-graph-padding": config.disable_graph_padding,

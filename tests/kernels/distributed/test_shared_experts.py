@@ -10,6 +10,7 @@ import torch
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.expert_settings import ExchangeSettings
+from kernels.devices.communication import Communication
 from kernels.distributed.group import Group
 from kernels.distributed.shared_experts import SharedExperts
 from kernels.execution import executor_list
@@ -79,10 +80,12 @@ def test_passes_have_the_size_of_a_graph_where_one_fits():
 def test_options_that_forbid_graphs_are_logged(caplog):
     shared = SharedExperts(Group(), 1, 4, torch.float32, torch.device("cpu"), exchange=ExchangeSettings())
     config = RunnerConfig(model_path="", disable_graph_padding=True)
-    loaded = SimpleNamespace(config=config, speculator=None, draft_experts=None)
+    device = SimpleNamespace(communication=Communication("nccl"))
+    loaded = SimpleNamespace(config=config, speculator=None, draft_experts=None, device=device)
     with caplog.at_level("INFO", logger="troupe.kernels"):
         assert executor_list._shared(SimpleNamespace(loaded=loaded), shared, None, 8)[1] == ()
-    assert "eagerly because of --moe-a2a-backend, --disable-cuda-graph-padding." in caplog.text
+    assert "eagerly because of NCCL, whose captured operations all ranks have to replay together" in caplog.text
+    assert "together, --moe-a2a-backend, --disable-cuda-graph-padding." in caplog.text
 
 
 def test_the_ranks_of_attention_are_some_of_all():
