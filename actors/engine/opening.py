@@ -18,6 +18,7 @@ from actors.text.served_model import ServedModel
 from kernels.contract.adapters import AdapterInfo, AdapterSettings
 from kernels.contract.divisions import check_divisions
 from kernels.contract.errors import ConfigError
+from kernels.contract.model_files import has_family
 from kernels.contract.speculation import SpeculativeSettings
 
 __all__ = ["OpenedModel", "open_model", "read_model"]
@@ -64,7 +65,8 @@ def _check_divisions(a: Arguments, served: ServedModel) -> None:
     if served.is_encoder:  # workers refuse all divisions of it
         return
     files, ranks = served.files, a.tensor_parallel_size // (a.data_parallel_size if a.enable_dp_attention else 1)
-    whole = a.enable_nsa_prefill_context_parallel or a.model_impl == "transformers"
+    by_plan = a.model_impl == "transformers" or not has_family(files.config)  # which may leave attention whole
+    whole = a.enable_nsa_prefill_context_parallel or by_plan
     try:
         check_divisions(files.config, files.architecture, stages=a.pipeline_parallel_size, ranks=1 if whole else ranks)
     except ConfigError as error:

@@ -60,6 +60,8 @@ def stage_layers(layers: int, stage: int, size: int) -> range:
 def check_divisions(config: Mapping[str, Any], architecture: str, *, stages: int, ranks: int) -> None:
     """Check sizes of config.json that mean the same in all families; what it does not have is not checked. ``ranks``:
     devices that divide the heads of attention; 1: none do. Raises ConfigError."""
+    if isinstance(config.get("text_config"), Mapping):  # workers read its sizes, and defaults of a family
+        return
     sizes = {key: value for key, value in config.items() if type(value) is int and value > 0}
     if layers := sizes.get("num_hidden_layers"):
         stage_layers(layers, 0, stages)

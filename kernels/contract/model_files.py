@@ -18,6 +18,7 @@ __all__ = [
     "GgufHeader",
     "gguf_config",
     "gguf_generation_config",
+    "has_family",
     "merge_objects",
     "read_gguf_header",
     "read_gguf_text",
@@ -38,6 +39,7 @@ LENGTH_KEYS = (
 _HEADER = "kernels.weights.gguf.header"
 _DESCRIPTION = "kernels.models.gguf_description"
 _POOLING = "kernels.models.pooling"
+_REGISTRY = "kernels.models.registry"
 
 
 class GgufHeader(Protocol):
@@ -67,6 +69,12 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
     """The equivalent of generation_config.json."""
     return cast("dict[str, Any]", import_module(_DESCRIPTION).generation_defaults(header))
+
+
+def has_family(config: Mapping[str, Any]) -> bool:
+    """Whether a family runs a model with this config.json; others may run by transformers' modeling code."""
+    names = config.get("architectures") or []
+    return bool(import_module(_REGISTRY).has_family(names if isinstance(names, list) else [names]))
 
 
 def merge_objects(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

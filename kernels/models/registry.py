@@ -45,6 +45,7 @@ __all__ = [
     "find",
     "find_encoder",
     "find_gguf",
+    "has_family",
     "is_decoder",
     "language_architecture",
     "tensors",
@@ -295,6 +296,12 @@ def find(architectures: Iterable[object]) -> tuple[str, Family]:
                 return name, _load(entry)
         raise UnknownArchitecture(names, known)
     return entry.architecture, _load(entry)
+
+
+def has_family(architectures: Iterable[object]) -> bool:
+    """Whether ``find`` finds one of ``architectures``. Loads no family."""
+    known, names = entries(), [name for name in architectures if isinstance(name, str)]
+    return any(name in known or base_architecture(name) in known for name in names)
 
 
 def language_architecture(raw: Mapping[str, Any]) -> str | None:

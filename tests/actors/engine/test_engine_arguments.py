@@ -275,3 +275,6 @@ def test_sizes_that_do_not_divide_are_refused_without_workers(
 def test_heads_of_models_of_other_code_are_left_to_the_workers(tiny_model: Path) -> None:
     by_transformers = Arguments(model_path=str(tiny_model), tensor_parallel_size=3, model_impl="transformers")
     assert read_model(by_transformers).served.vocab_size > 0
+    other = {"architectures": ["GraniteMoeSharedForCausalLM"]}  # whose plan leaves attention whole
+    without_family = Arguments(model_path=str(tiny_model), tensor_parallel_size=3, json_model_override_args=other)
+    assert read_model(without_family).served.vocab_size > 0

@@ -48,6 +48,10 @@ def test_sizes_that_divide_are_left_to_the_workers(ranks: int) -> None:
     )
 
 
+def test_sizes_beside_those_of_a_language_model_are_not_read() -> None:
+    check_divisions(DENSE | {"text_config": {"num_attention_heads": 10}}, "any", stages=5, ranks=5)
+
+
 def test_key_heads_of_latent_attention_are_not_divided() -> None:
     check_divisions(DENSE | {"kv_lora_rank": 16}, "any", stages=1, ranks=6)
 
