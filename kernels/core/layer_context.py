@@ -197,7 +197,8 @@ class LayerContext:
             self._rows, self._segments = own
 
     def select(self, wanted: Tensor) -> None:
-        """The pass goes on with these of its rows alone, int64 [rows]."""
+        """The pass goes on with these of its rows alone, int64 [rows]. Call it before the rows are copied: kernels for
+        adapters read ``rows`` while the previous kernel runs, and that must not be the one that writes them."""
         if self._whole is not None:
             (self._rows, self._segments), self._whole = self._whole, None
         self._rows, self._segments = self.rows.index_select(0, wanted), None

@@ -286,8 +286,8 @@ class ExpertsInTurn:
             if count:
                 here = slice(begin, begin + count)
                 begin += count
-                rows, shares = x[tokens[here]], weights[here]
                 with nullcontext() if self.rows is None else self.rows.selected(tokens[here]):
+                    rows, shares = x[tokens[here]], weights[here]
                     if self.routing.on_inputs:
                         out.index_add_(0, tokens[here], down(gate_up(rows * shares.to(x.dtype))).float())
                     else:

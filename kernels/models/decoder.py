@@ -60,7 +60,7 @@ class DecoderLayer(Protocol):
         """``x``: what the layer before has not yet added to ``residual`` [tokens, hidden]. -> the same of this layer.
 
         ``wanted`` int64 [rows]: the result is that of these tokens alone, as the head reads no others (the logits'
-        indices). From where they are chosen a layer calls ``builder.rows.select(wanted)``, where ``rows`` is not None:
+        indices). Before it chooses them a layer calls ``builder.rows.select(wanted)``, where ``rows`` is not None:
         adapters know their tokens by place.
         """
         ...

@@ -336,9 +336,9 @@ class _SharedAttention:
         else:
             result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         if wanted is not None:
-            result = result.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
+            result = result.index_select(0, wanted)
         return self.output(result)
 
 

@@ -220,9 +220,9 @@ class _Layer:
         if self.mixer is not None:
             return self.mixer(normed, cos, sin, cache, batch, wanted), residual
         if wanted is not None:
-            normed = normed.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
+            normed = normed.index_select(0, wanted)
         return self.feed_forward(normed), residual
 
 

@@ -123,9 +123,9 @@ class SelfAttention:
         else:
             result = self.attention.attend_capped(queries, cache, batch, self.window, self.scale, self.extra)
         if wanted is not None:
-            result = result.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
+            result = result.index_select(0, wanted)
         return self.output(result)
 
     def _scaled(self, queries: Tensor, positions: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class Attention:
         ``ResidualLinear`` returns it. ``wanted`` int64 [rows]: of these tokens alone."""
         result = self._attend(queries, cache, batch.plans[self.window], self.scale)
         if wanted is not None:
-            result, residual = result.index_select(0, wanted), residual.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
+            result, residual = result.index_select(0, wanted), residual.index_select(0, wanted)
         return self.output(result, residual)

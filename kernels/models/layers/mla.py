@@ -141,7 +141,7 @@ class LatentAttention:
         if self.rows is None:
             return None
         if self.sizes.apart:
-            builder.refuse_adapters((module,), "this file has its keys and values as modules of their own")
+            builder.refuse_adapters((module,), "this file stores keys and values as separate modules")
             return None
         if self.attention.invariant_latent:
             reason = "its products of a row depend on other rows; leave --enable-deterministic-inference out"
@@ -189,9 +189,9 @@ class LatentAttention:
 
     def _project_back(self, result: Tensor, wanted: Tensor | None) -> Tensor:
         if wanted is not None:
-            result = result.index_select(0, wanted) if self.context is None else self.context.take(result, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
+            result = result.index_select(0, wanted) if self.context is None else self.context.take(result, wanted)
         return self.output(result)
 
 

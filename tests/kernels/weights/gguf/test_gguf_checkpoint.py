@@ -195,7 +195,7 @@ def test_keys_and_values_that_are_apart_take_no_adapters(reference, drive, tmp_p
     file = write_gguf(path, tmp_path / "model.gguf", apart_kv=True)
     modules = {module: shape for module, shape in adapted_modules(path).items() if module.endswith("kv_b_proj")}
     driver = drive(file, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("kv_b_proj",)))
-    with pytest.raises(ConfigError, match="kv_b_proj takes no adapters: this file has its keys and values as modules"):
+    with pytest.raises(ConfigError, match="kv_b_proj takes no adapters: this file stores keys and values as separate"):
         driver.runner.load_adapter(1, str(save_adapter(tmp_path / "one", modules, 1)))
 
 
