@@ -55,11 +55,11 @@ def test_ranks_that_divide_prompts_add_the_adapters_of_all_tokens(reference, dri
     """In whole attention, in divided layers, at both ends; decodes and a prompt of others in one step. The second is of
     DoRA."""
     path, texts = reference("parallel-deepseek-v3.2").path, prompts(70, 90, 80)
-    modules = adapted_modules(path, ("kv_b_proj",))
-    files = [save_adapter(tmp_path / "1", modules | end_modules(path), 1)]
+    files = [save_adapter(tmp_path / "1", adapted_modules(path) | end_modules(path), 1)]
     files.append(save_adapter(tmp_path / "2", adapted_modules(path, ("kv_b_proj", ".experts.")), 2, use_dora=True))
     job = {"model": str(path), "prompts": texts, "length": 96, "chunk": 67, "options": OPTIONS}
-    job |= {"adapters": [str(file) for file in files], "targets": ["all", "dora", "embed_tokens", "lm_head", "experts"]}
+    targets = ["all", "dora", "embed_tokens", "lm_head", "experts", "kv_b_proj"]
+    job |= {"adapters": [str(file) for file in files], "targets": targets}
     ((first,), (second,)) = run_ranks([job])
     assert first["tokens"] == second["tokens"]
     for text, file, tokens in zip(texts, (*files, None), first["tokens"], strict=True):
