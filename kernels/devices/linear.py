@@ -180,10 +180,6 @@ class LinearLayers:
         adapted = self.make_adapted(linear, delta)
         return (lambda x: self.elementwise.silu_and_mul(adapted(x))) if gated else adapted
 
-    def make_down(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros [layers, places, columns, inputs] for the A of adapters, in the memory that ``make_delta`` prefers."""
-        return torch.zeros(shape, dtype=dtype, device=device)
-
     def make_up(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros [layers, places, rank, outputs] for the B of adapters, in the layout that ``make_delta`` prefers."""
         return torch.zeros(shape, dtype=dtype, device=device)

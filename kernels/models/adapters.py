@@ -168,7 +168,7 @@ class ResidentAdapters:
         specs = [self._spec(module) for module in modules[0]]
         sizes = tuple(_length(spec, 0, shard) for spec in specs)
         inputs, count = _length(specs[0], 1, shard), len(modules)
-        down = self._linear.make_down((count, places, len(specs) * rank, inputs), self._dtype, context.device)
+        down = torch.zeros(count, places, len(specs) * rank, inputs, dtype=self._dtype, device=context.device)
         up = self._linear.make_up((count, places, rank, sum(sizes)), self._dtype, context.device)
         make = self._linear.make_delta
         made = [make(context, first, second, sizes) for first, second in zip(down, up, strict=True)]

@@ -45,16 +45,16 @@ class _SharedMemory:
 _shared = _SharedMemory(32 << 20)
 
 
-def empty_large(size: int, dtype: torch.dtype, *, advise: bool = False) -> Tensor:
+def empty_large(size: int, dtype: torch.dtype) -> Tensor:
     """[size], in large pages: from the start of one, or, as experts have many weights that fill none or few, behind
     another weight. An allocator's memory begins anywhere, which leaves up to two large pages of every weight in small
-    ones. ``advise``: request large pages also for memory of its own; the writers of packed weights do so themselves."""
+    ones. Who writes to what has memory of its own requests large pages before."""
     needed = size * dtype.itemsize
     if needed < _SMALL:
         return torch.empty(size, dtype=dtype)
     if needed < _shared.size // 8:
         return _shared.take(needed).view(dtype)
-    return _mapped(needed, advise=advise).view(dtype)
+    return _mapped(needed, advise=False).view(dtype)
 
 
 def _mapped(size: int, *, advise: bool = True) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +11,6 @@ from kernels.contract.cpu_isa import processor_isa
 from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Lookup
 from kernels.devices.cpu.dense_linear import CpuLinear, TiedLinear
-from kernels.devices.cpu.large_pages import empty_large
 from kernels.devices.cpu.low_rank import CpuLowRankDelta, is_ordered, order_down, order_up
 from kernels.devices.cpu.native.library import NEEDED_ISA
 from kernels.devices.cpu.native_blocks import NativeBlocks
@@ -61,11 +59,6 @@ class CpuLinearLayers(LinearLayers):
         if not isinstance(delta, CpuLowRankDelta):
             return super().make_adapted(linear, delta)
         return lambda x: delta(x, linear(x))  # which may be part of a program
-
-    def make_down(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty_large(math.prod(shape), dtype, advise=True).zero_().view(shape)
-
-    make_up = make_down
 
     def room_for_rank(self, rank: int, dtype: torch.dtype) -> int:
         return -(-rank // LOW_RANK) * LOW_RANK if dtype == torch.bfloat16 else rank

@@ -65,16 +65,6 @@ def test_weights_smaller_than_a_large_page_share_large_pages():
     assert apart.count((1 << 19) + 64) >= len(apart) - 3  # mappings of 32 MiB
 
 
-@pytest.mark.parametrize("width", [256, 4096], ids=["shared", "own"])
-@pytest.mark.parametrize("make", ["make_down", "make_up"])
-def test_matrices_of_adapters_ask_for_large_pages(make, width):
-    """Those of small layers share large pages with others, those of large ones have memory of their own."""
-    made = getattr(CpuDevice(1).linear, make)((1, 17, 48, width), torch.bfloat16, torch.device("cpu"))
-    assert made.shape == (1, 17, 48, width)
-    assert not made.any()
-    assert asks(made.data_ptr() + made.nbytes // 2)
-
-
 @needs_native
 def test_packed_weights_ask_for_large_pages():
     library.build()
