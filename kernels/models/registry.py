@@ -425,9 +425,9 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
-    ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
-    have operators alone that native code has.
+    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors.
+    ``indexed``: an indexer chooses the tokens that are attended to. ``states``: layers keep states of sequences.
+    ``plain``: the layers have operators alone that native code has.
     """
 
     architecture: str
@@ -505,7 +505,7 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 attention=frozenset(config.attention_features),
                 latent=config.latent is not None,
-                indexed=config.latent is not None and config.latent.index is not None,
+                indexed=config.indexed,
                 states=config.recurrence is not None,
                 plain=_is_plain(config) and not any(spec.name.endswith(_ATTENTION_GATES) for spec in specs),
             )
