@@ -5,6 +5,7 @@ Pickled checkpoints (``pytorch_model.bin``) are refused: unpickling runs code.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kernels.contract.errors import LoadError
 from kernels.contract.limits import MAX_EXPERTS
-from kernels.weights.quantization.scheme import Scheme, StoredTensor
+from kernels.weights.quantization.scheme import AsStored, Scheme, StoredTensor
 from kernels.weights.tensors import Part, Role, StackedExpert, Tensors
 from kernels.weights.wrapped import is_adapter, plain_name
 
@@ -36,8 +37,8 @@ def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Store
 
 @dataclass(frozen=True)
 class _Expert:
-    """Rows ``begin`` to ``end`` of one expert in the stacked tensor ``stored``, which has ``columns``. ``turned``: the
-    file has columns before rows."""
+    """Rows ``begin`` to ``end`` of one expert in the stacked tensor ``stored``, which has ``columns``; -1: it has one
+    number for each expert. ``turned``: the file has columns before rows."""
 
     stored: str
     expert: int
@@ -49,7 +50,11 @@ class _Expert:
     @staticmethod
     def find(stacked: StackedExpert, shape: tuple[int, ...], own: tuple[int, ...]) -> _Expert | None:
         """The place of an expert of shape ``own`` in a tensor of ``shape``; None if the shape does not fit."""
-        if len(shape) != 3 or not stacked.expert < shape[0] <= MAX_EXPERTS or not shape[1] or not shape[2]:
+        if not shape or not stacked.expert < shape[0] <= MAX_EXPERTS:
+            return None
+        if len(shape) == 1 and not own:
+            return _Expert(stacked.stored, stacked.expert, 0, 0, -1)
+        if len(shape) != 3 or len(own) != 2 or not shape[1] or not shape[2]:
             return None
         wide = own[0] * stacked.parts
         turned = shape[1:] == (own[1], wide) != (wide, own[1])
@@ -59,17 +64,19 @@ class _Expert:
         return None if rest else _Expert(stacked.stored, stacked.expert, begin, begin + rows, columns, turned)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.end - self.begin, self.columns
+    def shape(self) -> tuple[int, ...]:
+        return () if self.columns < 0 else (self.end - self.begin, self.columns)
 
-    def index(self, part: Part | None) -> tuple[slice, slice, slice]:
+    def index(self, part: Part | None) -> tuple[slice, ...]:
         """The index of the expert, or of a part of it, with a leading dimension of one."""
+        own = slice(self.expert, self.expert + 1)
+        if self.columns < 0:
+            return (own,)
         rows, columns = slice(self.begin, self.end), slice(None)
         if part is not None and part.dimension == 0:
             rows = slice(self.begin + part.begin, self.begin + part.end)
         elif part is not None:
             columns = slice(part.begin, part.end)
-        own = slice(self.expert, self.expert + 1)
         return (own, columns, rows) if self.turned else (own, rows, columns)
 
 
@@ -112,6 +119,36 @@ class SafetensorsCheckpoint:
         for stored in stacks:
             if stored not in self._misshapen:
                 del self._file_of[stored]
+
+    def _find_scales(self, scheme: Scheme) -> None:
+        """Find what a scheme stores of each expert in the tensors that hold it of all experts of a layer."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, spec in self._tensors.items():
+            if name not in self._experts or spec.stacked is None or not spec.quantizable:
+                continue
+            for own, wanted in (scheme.tensors(spec) or {}).items():
+                stored = _beside(spec.stacked.stored, own)
+                if own in self._file_of or stored not in self._file_of:
+                    continue
+                shape = found[stored] = found[stored] if stored in found else self._header(stored)[0]
+                place = dataclasses.replace(spec.stacked, stored=stored)
+                fits = (_Expert.find(place, shape, each) for each in wanted.shapes)
+                expert = next((one for one in fits if one is not None), None)
+                if expert is None or shape[0] != place.count:
+                    self._misshapen[stored] = shape
+                else:
+                    self._experts[own], self._file_of[own] = expert, self._file_of[stored]
+        for stored in found.keys() - self._misshapen.keys():
+            del self._file_of[stored]
+
+    def as_stored(self, scheme: Scheme) -> Scheme:
+        """``scheme``, except for weights that the files have in floats alone: tools leave modules so without saying
+        it."""
+        stored = (name.rpartition(".") for name in self._file_of)
+        quantized = {module for module, _, kind in stored if kind not in ("weight", "bias")}
+        names = [name for name, spec in self._tensors.items() if spec.quantizable and name in self._file_of]
+        names = [name for name in names if self._tensors[name].module not in quantized]
+        return AsStored(scheme, frozenset(name for name in names if self._header(name)[1] in _FLOATS))
 
     def _read_names(self) -> dict[str, Path]:
         single, index = self._directory / "model.safetensors", self._directory / "model.safetensors.index.json"
@@ -191,6 +228,8 @@ class SafetensorsCheckpoint:
 
     def check(self, scheme: Scheme | None = None) -> None:
         """Compare the tensors with those of the model and its scheme. Raises LoadError that names every problem."""
+        if scheme is not None:
+            self._find_scales(scheme)
         expected = expected_tensors(self._tensors, scheme)
         says = "config.json asks" if scheme is None else f"config.json ({scheme.name}) asks"
         wrong = [f"{name} is missing" for name in expected if not self.has(name) and not expected[name].optional]
@@ -230,6 +269,14 @@ class SafetensorsCheckpoint:
             target.copy_(self._part(name, part))
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
+
+
+def _beside(stored: str, own: str) -> str:
+    """The tensor of all experts that holds ``own`` of each, beside the one of their weights, ``stored``."""
+    kind = own.rpartition(".")[2]
+    if stored.endswith(".weight"):
+        return f"{stored.removesuffix('weight')}{kind}"
+    return f"{stored}_{kind.removeprefix('weight_')}"
 
 
 def _layer(name: str) -> str:
