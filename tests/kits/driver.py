@@ -76,7 +76,7 @@ def ints(data: bytes) -> list[int]:
 
 @contextmanager
 def short_warm_up() -> Iterator[None]:
-    """Models on a CPU run one step when they are loaded, not six: they compile nothing. Engines of other tests run all."""
+    """Models on a CPU run one step when they are loaded, not six: they compile nothing. Engines in tests run all."""
     shapes = WarmUp._shapes
 
     def few(self: WarmUp) -> Iterator[Any]:
