@@ -28,7 +28,7 @@ from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.devices.linear import norm_of_sum
 from kernels.distributed.turns import PassValue
-from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig, RopeConfig
+from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, vocabulary
 from kernels.models.layers.block import AttentionLayer, SelfAttention, gated_mlp

@@ -1,6 +1,6 @@
-"""LFM3 (Liquid AI, https://huggingface.co/LiquidAI): LFM2's gated short convolutions over more tokens. Of the layers with
-attention some have a window and rotate otherwise than those with full attention, which rotate a part of each head. Each
-head's result has a gate. Norms stand before and after both halves of a layer.
+"""LFM3 (Liquid AI, https://huggingface.co/LiquidAI): LFM2's gated short convolutions over more tokens. Of the layers
+with attention some have a window and rotate whole heads, the others rotate a part of each. Each head's result has a
+gate. Norms stand before and after both halves of a layer.
 """
 
 from __future__ import annotations
