@@ -251,7 +251,8 @@ def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, lis
             return layout, [f"{layout.layers}.{index}" for index in result]
     raise LoadError(
         f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
-        "model.mtp_layers.N.input_proj nor model.mtp_block.N nor mtp.fc; give --speculative-draft-model-path, or use another algorithm"
+        "model.mtp_layers.N.input_proj nor model.mtp_block.N nor mtp.fc; give --speculative-draft-model-path, or use "
+        "another algorithm"
     )
 
 

@@ -1,5 +1,5 @@
-"""The head for the token after the next of ERNIE 4.5's mixtures of experts: it drafts what its formula says, and changes
-no token."""
+"""The head for the token after the next of ERNIE 4.5's mixtures of experts: it drafts by its formula and changes no
+token."""
 
 from __future__ import annotations
 
