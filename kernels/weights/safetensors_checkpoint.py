@@ -185,7 +185,8 @@ class SafetensorsCheckpoint:
         for file in files:
             match = _RANK.fullmatch(file.name)
             assert match is not None
-            for name in self._open(file).keys():
+            stored = self._open(file).keys()
+            for name in stored:
                 if match[1] == "common":
                     names[name] = file
                 else:

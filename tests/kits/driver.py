@@ -36,6 +36,7 @@ __all__ = [
     "LFM2_EXPERTS",
     "LLAMA3_ROPE",
     "NEMOTRON",
+    "QWEN4",
     "ROUTED",
     "SHARED",
     "SPARSE",
@@ -521,7 +522,7 @@ QWEN4 = (
     | {"ngram_vocab_size_base": 90, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 5}
     | {"eos_token_id": 7}
 )
-"""Six blocks of tokens are more than the indexer's budget; layers 0 and 2 embed n-grams."""
+"""The indexer chooses four blocks of tokens; layers 0 and 2 embed n-grams."""
 
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "pad_token_id": 0}
 LFM2_EXPERTS = {
@@ -610,12 +611,6 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
     "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
     "qwen4": ("Qwen4ExpText", QWEN4),
-    "qwen4-plain": (
-        "Qwen4ExpText",
-        {key: value for key, value in QWEN4.items() if key not in ("ple_layer_ids", "rope_parameters")}
-        | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
-        | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
-    ),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
     "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
     "olmo-hybrid-rotated": (
