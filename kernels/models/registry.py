@@ -199,6 +199,7 @@ BUILT_IN = (
     Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next", gguf="qwen3next", gguf_experts=True),
     Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5", gguf="qwen35"),
     Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5", gguf="qwen35moe", gguf_experts=True),
+    Entry("Qwen4ExpForCausalLM", "kernels.models.qwen4_exp"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss", gguf="seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
@@ -237,6 +238,7 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen4_exp_text": "Qwen4ExpForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
 }
@@ -425,9 +427,9 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
-    ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
-    have operators alone that native code has.
+    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors.
+    ``indexed``: an indexer chooses the tokens that are attended to. ``states``: layers keep states of sequences.
+    ``plain``: the layers have operators alone that native code has.
     """
 
     architecture: str
@@ -465,6 +467,11 @@ _EXAMPLE = {
     "index_n_heads": 2,
     "index_head_dim": 16,
     "index_topk": 16,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
@@ -500,7 +507,7 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 attention=frozenset(config.attention_features),
                 latent=config.latent is not None,
-                indexed=config.latent is not None and config.latent.index is not None,
+                indexed=config.indexed,
                 states=config.recurrence is not None,
                 plain=_is_plain(config) and not any(spec.name.endswith(_ATTENTION_GATES) for spec in specs),
             )

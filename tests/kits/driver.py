@@ -38,6 +38,7 @@ __all__ = [
     "LFM3",
     "LLAMA3_ROPE",
     "NEMOTRON",
+    "QWEN4",
     "ROUTED",
     "SHARED",
     "SPARSE",
@@ -513,6 +514,18 @@ DELTA = {
 }
 """Three layers of gated delta nets before one of attention."""
 
+QWEN4 = (
+    SHARED
+    | DELTA
+    | {"hc_count": 2, "hc_lowrank": 10, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    | {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 12}
+    | {"indexer_budget": 16, "indexer_compress_ratio": 4}
+    | {"ple_layer_ids": [1, 3], "ple_embed_dim": 24, "ple_conv_kernel_size": 3, "heads_per_ngram": 2}
+    | {"ngram_vocab_size_base": 90, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 5}
+    | {"eos_token_id": 7}
+)
+"""The indexer chooses four blocks of tokens; layers 0 and 2 embed n-grams."""
+
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "pad_token_id": 0}
 LFM2_EXPERTS = {
     "num_dense_layers": 1,
@@ -615,6 +628,7 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
     "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
     "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
+    "qwen4": ("Qwen4ExpText", QWEN4),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
     "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
     "olmo-hybrid-rotated": (
