@@ -17,6 +17,7 @@ from kernels.contract.step import Admission, RecordedExperts, SlotSampling, Step
 from kernels.execution.runner import ModelRunner
 
 __all__ = [
+    "BAMBA",
     "COMMON",
     "CONVOLUTIONS",
     "DEEPSEEK",
@@ -34,6 +35,7 @@ __all__ = [
     "KIMI_LINEAR",
     "LATENT",
     "LFM2_EXPERTS",
+    "LFM3",
     "LLAMA3_ROPE",
     "NEMOTRON",
     "QWEN4",
@@ -532,6 +534,13 @@ LFM2_EXPERTS = {
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
 }
+LFM3 = {
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention"],
+    "sliding_window": 21,
+    "pad_token_id": 0,
+}
 _NEMOTRON_3 = ["moe", "linear_attention", "moe", "full_attention"]
 GRANITE_HYBRID = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -544,6 +553,7 @@ GRANITE_HYBRID = {
     "mamba_n_heads": 8,
     "mamba_d_state": 10,
 }
+BAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
 FALCON = {
     "pad_token_id": 0,
     "mamba_n_heads": 8,
@@ -587,6 +597,7 @@ KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed
 }
 
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
+    "bamba": ("Bamba", BAMBA),
     "falcon-h1": ("FalconH1", FALCON),
     "falcon-h1-normed": (
         "FalconH1",
@@ -604,6 +615,13 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
     "lfm2-moe": (
         "Lfm2Moe",
         CONVOLUTIONS | LFM2_EXPERTS,
+    ),
+    "lfm3": ("Lfm3", LFM3),
+    "lfm3-plain": (
+        "Lfm3",
+        LFM3
+        | {"use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True, "conv_bias": True}
+        | {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
     ),
     "nemotron-h": ("NemotronH", NEMOTRON),
     "nemotron-3": ("NemotronH", NEMOTRON | {"moe_latent_size": 20, "layers_block_type": _NEMOTRON_3}),
