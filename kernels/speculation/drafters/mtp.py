@@ -249,7 +249,7 @@ def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, lis
         part = "input_layernorm" if layout.beside or layout.numbered else layout.projection
         pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\.{part}")
         result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
-        if result:
+        if result and (not layout.beside or f"{layout.beside}.{layout.projection}" in checkpoint.modules):
             if layout is QWEN and not isinstance(target.recurrence, DeltaConfig):
                 layout = EXAONE
             return layout, [f"{layout.layers}.{index}" for index in result]

@@ -16,6 +16,7 @@ try:
 except ImportError:  # before transformers 5.1
     ExaoneMoeDecoderLayer = None
 
+from kernels.contract.errors import LoadError
 from kernels.contract.speculation import SpeculativeSettings
 
 SETTINGS = SpeculativeSettings("MTP", num_steps=3, topk=1, num_draft_tokens=4)
@@ -117,3 +118,13 @@ def test_a_head_of_k_exaone_may_see_all_tokens_without_positions(reference, driv
     head = driver.runner._loaded.speculator.drafter._drafter._model.config
     assert head.windows == (0,)
     assert head.rope.kind == "none"
+
+
+def test_heads_of_another_layout_are_no_head(reference, drive, tmp_path):
+    """As MiMo-V2-Flash's, which stand in ``model.mtp.layers`` with projections of their own."""
+    shutil.copytree(reference("exaone-moe").path, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    other = {f"model.mtp.layers.0.{part}.weight": torch.ones(4) for part in ("input_layernorm", "eh_proj", "enorm")}
+    save_file(load_file(file) | other, file)
+    with pytest.raises(LoadError, match=r"no head for tokens after the next: .*, or use another algorithm"):
+        drive(tmp_path / "model", speculation=SETTINGS)
