@@ -125,6 +125,7 @@ BUILT_IN = (
     Entry("BaichuanForCausalLM", "kernels.models.baichuan", gguf="baichuan"),
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe", gguf_experts=True),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe2", gguf_experts=True),
+    Entry("BambaForCausalLM", "kernels.models.bamba"),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
     Entry("ChatGLMModel", "kernels.models.chatglm"),
@@ -164,6 +165,7 @@ BUILT_IN = (
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear", gguf="kimi-linear", gguf_experts=True),
     Entry("Lfm2ForCausalLM", "kernels.models.lfm2", gguf="lfm2"),
     Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe", gguf="lfm2moe", gguf_experts=True),
+    Entry("Lfm3ForCausalLM", "kernels.models.lfm3"),
     Entry("Llama4ForCausalLM", "kernels.models.llama4", gguf="llama4", gguf_experts=True),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
@@ -197,6 +199,7 @@ BUILT_IN = (
     Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next", gguf="qwen3next", gguf_experts=True),
     Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5", gguf="qwen35"),
     Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5", gguf="qwen35moe", gguf_experts=True),
+    Entry("Qwen4ExpForCausalLM", "kernels.models.qwen4_exp"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss", gguf="seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
@@ -235,6 +238,7 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen4_exp_text": "Qwen4ExpForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
 }
@@ -423,9 +427,9 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
-    ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
-    have operators alone that native code has.
+    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors.
+    ``indexed``: an indexer chooses the tokens that are attended to. ``states``: layers keep states of sequences.
+    ``plain``: the layers have operators alone that native code has.
     """
 
     architecture: str
@@ -463,6 +467,11 @@ _EXAMPLE = {
     "index_n_heads": 2,
     "index_head_dim": 16,
     "index_topk": 16,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
@@ -498,7 +507,7 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 attention=frozenset(config.attention_features),
                 latent=config.latent is not None,
-                indexed=config.latent is not None and config.latent.index is not None,
+                indexed=config.indexed,
                 states=config.recurrence is not None,
                 plain=_is_plain(config) and not any(spec.name.endswith(_ATTENTION_GATES) for spec in specs),
             )

@@ -137,7 +137,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     yield "S"
     if features.collectives:
         yield "T"
-    planned = not family.latent or (features.plans_latent and not family.indexed)  # an indexer reads rows on the host
+    planned = not family.indexed and (not family.latent or features.plans_latent)  # an indexer reads rows on the host
     captured = not eager and planned and (not family.states or features.captures_states)
     if features.captures and captured and (family.plain or not cpu):
         yield "G"
