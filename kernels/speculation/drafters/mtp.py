@@ -20,7 +20,8 @@ Public layouts, in the target's checkpoint or in a separate one:
 * ERNIE 4.5's: ``model.mtp_block.i`` without experts, ``mtp_emb_norm.i``, ``mtp_hidden_norm.i``, ``mtp_linear_proj.i``
   of embedding | feature; no norm follows;
 * Qwen3-Next's: ``mtp.layers.i``; beside it ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden``, ``mtp.fc`` of
-  embedding | feature, ``mtp.norm``. The layer is the target's with attention.
+  embedding | feature, ``mtp.norm``. The layer is the target's with attention. K-EXAONE's names are the same; its layer
+  is the target's first one, which has no experts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec, output, table_of
 
-__all__ = ["DEEPSEEK", "ERNIE", "MIMO", "QWEN", "STEP", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
+__all__ = ["DEEPSEEK", "ERNIE", "EXAONE", "MIMO", "QWEN", "STEP", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
 
 
 class MultiHeads(Drafter):
@@ -225,6 +226,7 @@ STEP = replace(DEEPSEEK, last_norm="transformer.shared_head.norm", unused=(), ou
 MIMO = Layout("mtp_layers", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False)
 ERNIE = Layout("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", True, numbered=True)
 QWEN = Layout("mtp.layers", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, beside="mtp")
+EXAONE = replace(QWEN)
 
 
 def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, list[str]]:
@@ -247,7 +249,9 @@ def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, lis
         part = "input_layernorm" if layout.beside or layout.numbered else layout.projection
         pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\.{part}")
         result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
-        if result:
+        if result and (not layout.beside or f"{layout.beside}.{layout.projection}" in checkpoint.modules):
+            if layout is QWEN and not isinstance(target.recurrence, DeltaConfig):
+                layout = EXAONE
             return layout, [f"{layout.layers}.{index}" for index in result]
     raise LoadError(
         f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
@@ -334,10 +338,22 @@ def _config(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, target: Mo
     if layout is QWEN:
         experts = None if target.experts is None else replace(target.experts, layers=frozenset((0,)))
         return replace(target, layers=1, windows=(0,), experts=experts, recurrence=None, recurrent=frozenset())
+    if layout is EXAONE:
+        return _first_layer(checkpoint, target)
     # A head has experts as the last layers do, and an indexer of its own.
     own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
     result = checkpoint.config(target.architecture, 1, prefix, layer_types=None, sliding_window=None, **own)
     return replace(result, experts=None) if layout is ERNIE else result
+
+
+def _first_layer(checkpoint: DraftCheckpoint, target: ModelConfig) -> ModelConfig:
+    """The sizes of a head that is as the target's first layer; ``mtp_layer_types`` may say that it has no window, then
+    it rotates no heads unless all layers do."""
+    kinds, window, rope = checkpoint.raw.get("mtp_layer_types"), target.windows[0], target.ropes.get(0, target.rope)
+    if isinstance(kinds, list) and kinds[:1] == ["full_attention"]:
+        full = next((layer for layer, other in enumerate(target.windows) if not other), None)
+        window, rope = 0, rope if full is None else target.ropes.get(full, target.rope)
+    return replace(target, layers=1, windows=(window,), experts=None, rope=rope, ropes={})
 
 
 def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: ModelConfig, vocab: int) -> Tensors:
