@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -22,6 +25,7 @@ from kernels.weights.wrapped import is_adapter, plain_name
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
+_RANK = re.compile(r".*-TP-(\d{3}|common)\.safetensors")
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -88,6 +92,7 @@ class SafetensorsCheckpoint:
         self._directory = directory
         self._tensors = tensors
         self._files: dict[str, safe_open] = {}
+        self._divided: dict[str, list[Path]] = {}  # the files of a tensor that is divided over the ranks of its vendor
         files = {name: file for name, file in self._read_names().items() if not is_adapter(name)}
         self._wrapped = {
             plain: name for name in files if (plain := plain_name(name)) not in files
@@ -154,6 +159,8 @@ class SafetensorsCheckpoint:
         single, index = self._directory / "model.safetensors", self._directory / "model.safetensors.index.json"
         if single.is_file():
             return dict.fromkeys(self._open(single).keys(), single)
+        if divided := [file for file in sorted(self._directory.glob("*.safetensors")) if _RANK.fullmatch(file.name)]:
+            return self._read_ranks(divided)
         if not index.is_file():
             raise LoadError(self._nothing_to_load())
         try:
@@ -169,6 +176,32 @@ class SafetensorsCheckpoint:
         held = {file: set(self._open(self._directory / file).keys()) for file in set(names.values())}
         # A tensor that the index lists and its file lacks counts as missing.
         return {name: self._directory / file for name, file in names.items() if name in held[file]}
+
+    def _read_ranks(self, files: Sequence[Path]) -> dict[str, Path]:
+        """The tensors of ``files``, as Grok 2's are: a rank has its part of some tensors, and all ranks share others.
+        Raises LoadError where a rank lacks its part."""
+        names: dict[str, Path] = {}
+        parts: dict[str, dict[str, Path]] = {}
+        for file in files:
+            match = _RANK.fullmatch(file.name)
+            assert match is not None
+            stored = self._open(file).keys()
+            for name in stored:
+                if match[1] == "common":
+                    names[name] = file
+                else:
+                    parts.setdefault(name, {})[match[1]] = file
+        ranks = sorted({rank for own in parts.values() for rank in own})
+        for name, own in parts.items():
+            missing = [f"{rank:03}" for rank in range(max(map(int, ranks)) + 1) if f"{rank:03}" not in own]
+            if missing:
+                raise LoadError(
+                    f"{self._directory} lacks the part of {name} in a file *-TP-{missing[0]}.safetensors; download the "
+                    "checkpoint again"
+                )
+            self._divided[plain_name(name)] = [own[rank] for rank in ranks]
+            names[name] = own[ranks[0]]
+        return names
 
     def _nothing_to_load(self) -> str:
         if not self._directory.is_dir():
@@ -201,10 +234,48 @@ class SafetensorsCheckpoint:
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype."""
         piece = self._experts.get(name)
+        if (dimension := self._joint(name)) is not None:
+            slices = [self._open(file).get_slice(self._stored(name)) for file in self._divided[name]]
+            shapes = [tuple(each.get_shape()) for each in slices]
+            alike = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}
+            if len(alike) > 1 or len(shapes[0]) <= dimension:
+                raise LoadError(
+                    f"{name} has parts of the shapes {', '.join(str(list(shape)) for shape in shapes[:8])} in "
+                    f"{self._directory}, which are not of one tensor; download it again"
+                )
+            length = sum(shape[dimension] for shape in shapes)
+            return (*shapes[0][:dimension], length, *shapes[0][dimension + 1 :]), slices[0].get_dtype()
         result = self._open(self._file_of[name]).get_slice(self._stored(name if piece is None else piece.stored))
         return tuple(result.get_shape()) if piece is None else piece.shape, result.get_dtype()
 
+    def _joint(self, name: str) -> int | None:
+        """The dimension along which a tensor's files are joined; None: it is in one file."""
+        spec = self._tensors.get(name)
+        if name not in self._divided or spec is None or spec.split is None:
+            return None
+        return spec.split.dimension
+
+    def _join(self, name: str, part: Part | None, dimension: int) -> Tensor:
+        """A tensor, or a part of it, of several files."""
+        pieces, begin = [], 0
+        for file in self._divided[name]:
+            piece = self._open(file).get_slice(self._stored(name))
+            shape = piece.get_shape()
+            index = [slice(None)] * len(shape)
+            first, end = 0, shape[dimension]
+            if part is not None and part.dimension == dimension:
+                first, end = max(part.begin - begin, 0), min(part.end - begin, end)
+            elif part is not None:
+                index[part.dimension] = slice(part.begin, part.end)
+            index[dimension] = slice(first, end)
+            if first < end:
+                pieces.append(piece[tuple(index)])
+            begin += shape[dimension]
+        return torch.cat(pieces, dimension)
+
     def _part(self, name: str, part: Part | None) -> Tensor:
+        if (dimension := self._joint(name)) is not None:
+            return self._join(name, part, dimension)
         file, piece = self._open(self._file_of[name]), self._experts.get(name)
         result: Tensor
         if piece is not None:

@@ -17,8 +17,11 @@ Public layouts, in the target's checkpoint or in a separate one:
   ``final_layernorm``;
 * Step 3.5's: as DeepSeek's, with ``transformer.shared_head.norm`` and an output ``transformer.shared_head.output`` of
   each head. The layer is the target's; states are not normed before they are read;
+* ERNIE 4.5's: ``model.mtp_block.i`` without experts, ``mtp_emb_norm.i``, ``mtp_hidden_norm.i``, ``mtp_linear_proj.i``
+  of embedding | feature; no norm follows;
 * Qwen3-Next's: ``mtp.layers.i``; beside it ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden``, ``mtp.fc`` of
-  embedding | feature, ``mtp.norm``. The layer is the target's with attention.
+  embedding | feature, ``mtp.norm``. The layer is the target's with attention. K-EXAONE's names are the same; its layer
+  is the target's first one, which has no experts.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec, output, table_of
 
-__all__ = ["DEEPSEEK", "MIMO", "QWEN", "STEP", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
+__all__ = ["DEEPSEEK", "ERNIE", "EXAONE", "MIMO", "QWEN", "STEP", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
 
 
 class MultiHeads(Drafter):
@@ -194,7 +197,8 @@ class MultiHeads(Drafter):
 class Layout:
     """Names of a head's parts. ``token_first``: whether the projection reads the token before the state. ``unused``:
     copies of the target's tensors. ``beside``: the module of all parts but the layer itself; empty: the layer.
-    ``output``: the module of its logits; empty: they are the target's.
+    ``output``: the module of its logits; empty: they are the target's. ``numbered``: whether the head's number follows
+    the name of each part. ``last_norm`` "": there is none.
     """
 
     layers: str
@@ -206,9 +210,12 @@ class Layout:
     unused: tuple[str, ...] = ()
     beside: str = ""
     output: str = ""
+    numbered: bool = False
 
     def weight(self, prefix: str, part: str) -> str:
         """The tensor of a ``part`` of the head ``prefix``."""
+        if self.numbered:
+            return f"{part}.{prefix.rpartition('.')[2]}.weight"
         return f"{self.beside or prefix}.{part}.weight"
 
 
@@ -217,7 +224,9 @@ DEEPSEEK = Layout(
 )
 STEP = replace(DEEPSEEK, last_norm="transformer.shared_head.norm", unused=(), output="transformer.shared_head.output")
 MIMO = Layout("mtp_layers", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False)
+ERNIE = Layout("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", True, numbered=True)
 QWEN = Layout("mtp.layers", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, beside="mtp")
+EXAONE = replace(QWEN)
 
 
 def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, list[str]]:
@@ -236,15 +245,18 @@ def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, lis
         if step:
             return STEP, [f"{STEP.layers}.{target.layers + index}" for index in range(count)]
         return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
-    for layout in (STEP,) if step else (DEEPSEEK, MIMO, QWEN):
-        part = "input_layernorm" if layout.beside else layout.projection
+    for layout in (STEP,) if step else (DEEPSEEK, MIMO, ERNIE, QWEN):
+        part = "input_layernorm" if layout.beside or layout.numbered else layout.projection
         pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\.{part}")
         result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
-        if result:
+        if result and (not layout.beside or f"{layout.beside}.{layout.projection}" in checkpoint.modules):
+            if layout is QWEN and not isinstance(target.recurrence, DeltaConfig):
+                layout = EXAONE
             return layout, [f"{layout.layers}.{index}" for index in result]
     raise LoadError(
         f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
-        "model.mtp_layers.N.input_proj nor mtp.fc; give --speculative-draft-model-path, or use another algorithm"
+        "model.mtp_layers.N.input_proj nor model.mtp_block.N nor mtp.fc; give --speculative-draft-model-path, or use "
+        "another algorithm"
     )
 
 
@@ -258,7 +270,7 @@ class MtpHead(HeadModel):
         self.state_norm = self.norm(layout.weight(prefix, layout.state_norm))
         projection = weights.projection([layout.weight(prefix, layout.projection).removesuffix(".weight")])
         self.projection = context.device.linear.make_projection(projection, None)
-        self.last_norm = self.norm(layout.weight(prefix, layout.last_norm))
+        self.last_norm = self.norm(layout.weight(prefix, layout.last_norm)) if layout.last_norm else None
         self.block: Block | None = None
         if isinstance(self.config, Step3p5Config):
             self.block = step3p5.layer(self.config, weights.builder, 0, prefix)
@@ -285,10 +297,13 @@ class MtpHead(HeadModel):
         if self.block is not None:
             return self.device.elementwise.add_pending(*self.block(None, residual, cos, sin, cache, batch))
         x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
+        if self.last_norm is None:
+            return self.device.elementwise.add_pending(x, residual)
         return norm_of_sum(self.last_norm, x, residual)[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        return super().logits(states if self.block is None else self.last_norm(states))
+        final = None if self.block is None else self.last_norm
+        return super().logits(states if final is None else final(states))
 
 
 class MtpModel:
@@ -323,9 +338,22 @@ def _config(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, target: Mo
     if layout is QWEN:
         experts = None if target.experts is None else replace(target.experts, layers=frozenset((0,)))
         return replace(target, layers=1, windows=(0,), experts=experts, recurrence=None, recurrent=frozenset())
+    if layout is EXAONE:
+        return _first_layer(checkpoint, target)
     # A head has experts as the last layers do, and an indexer of its own.
     own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
-    return checkpoint.config(target.architecture, 1, prefix, layer_types=None, sliding_window=None, **own)
+    result = checkpoint.config(target.architecture, 1, prefix, layer_types=None, sliding_window=None, **own)
+    return replace(result, experts=None) if layout is ERNIE else result
+
+
+def _first_layer(checkpoint: DraftCheckpoint, target: ModelConfig) -> ModelConfig:
+    """The sizes of a head that is as the target's first layer; ``mtp_layer_types`` may say that it has no window, then
+    it rotates no heads unless all layers do."""
+    kinds, window, rope = checkpoint.raw.get("mtp_layer_types"), target.windows[0], target.ropes.get(0, target.rope)
+    if isinstance(kinds, list) and kinds[:1] == ["full_attention"]:
+        full = next((layer for layer, other in enumerate(target.windows) if not other), None)
+        window, rope = 0, rope if full is None else target.ropes.get(full, target.rope)
+    return replace(target, layers=1, windows=(window,), experts=None, rope=rope, ropes={})
 
 
 def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: ModelConfig, vocab: int) -> Tensors:
@@ -334,7 +362,7 @@ def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: M
         result = table_of(step3p5.head_tensors(config, prefix))
     else:
         result = dict(gated_tensors(config, prefix) if layout is QWEN else layer_tensors(config, prefix))
-    for norm in (layout.token_norm, layout.state_norm, layout.last_norm):
+    for norm in filter(None, (layout.token_norm, layout.state_norm, layout.last_norm)):
         result |= plain(layout.weight(prefix, norm), hidden)
     result |= plain(layout.weight(prefix, layout.projection), hidden, 2 * hidden)
     for name in layout.unused:

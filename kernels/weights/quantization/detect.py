@@ -30,6 +30,7 @@ METHODS: dict[str, Reader] = {
     "auto-round": AutoRound,
     "awq": Awq,
     "compressed-tensors": Compressed,
+    "fbgemm_fp8": Fp8,
     "fp8": Fp8,
     "gptq": Gptq,
     "modelopt": ModelOpt,

@@ -41,7 +41,7 @@ def test_latent_attention_stands_beside_states(reference):
     assert caches(config) == (CacheGroup(Latent(24, 8), (4,)), CacheGroup(states, (0, 1, 2, 3)))
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen4"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_the_language_model_of_a_checkpoint_that_reads_images(name, reference, drive, prompts, tmp_path):
     model, (prompt,) = reference(name), prompts(20)
     raw = json.loads((model.path / "config.json").read_text())

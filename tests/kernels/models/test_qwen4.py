@@ -4,7 +4,7 @@ with transformers.
 
 from __future__ import annotations
 
-import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +12,9 @@ import pytest
 from kernels.contract.caches import CacheGroup, Latent, Paged, State
 from kernels.contract.errors import ConfigError
 from kernels.devices import block_sparse_attention
-from kernels.models.config_loader import parse_config, read_config
-from kernels.models.layers.ngram_embedding import NgramConfig
-from kernels.models.registry import caches
+from kernels.models.config_loader import parse_config
+from kernels.models.layers.ngram_embedding import NgramConfig, NgramEmbedding
+from kernels.models.registry import build, caches
 from tests.kits.driver import COMMON, QWEN4
 from tests.kits.parity import scored
 from tests.kits.planned_runner import PAGE, Line
@@ -32,10 +32,11 @@ def test_layers_keep_index_keys_beside_pages_and_two_states():
     )
 
 
-@pytest.mark.parametrize("numbers", [1 << 25, 3000], ids=["all-queries", "some-queries"])
-def test_long_prompts_attend_to_the_chosen_blocks(numbers, reference, drive, prompts, monkeypatch):
+@pytest.mark.parametrize(("name", "numbers"), [("qwen4", 1 << 25), ("qwen4", 3000), ("qwen4-plain", 1 << 20)])
+def test_long_prompts_attend_to_the_chosen_blocks(name, numbers, reference, drive, prompts, monkeypatch):
+    """With all queries in one product, and with some."""
     monkeypatch.setattr(block_sparse_attention, "_CPU_NUMBERS", numbers)
-    model, (prompt,) = reference("qwen4"), prompts(240)
+    model, (prompt,) = reference(name), prompts(240)
     found = scored(drive(model.path), prompt, [5, 135, 1, 99])
     np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
 
@@ -74,18 +75,16 @@ def test_hashes_of_the_published_sizes_are_those_of_transformers():
     assert config.rows(1) == -(-sum(found[16:]) // 128) * 128
 
 
-def test_captured_layers_are_refused(reference, drive):
-    from kernels.models.registry import build
-
-    config = read_config(reference("qwen4").path)
-
-    @dataclasses.dataclass
-    class Builder:
-        captures: tuple[int, ...] = (1,)
-        whole_layers: int = 0
-
+def test_drafts_that_read_a_single_stream_are_refused():
     with pytest.raises(ConfigError, match="2 residual streams, and drafts that read hidden states"):
-        build(config, Builder())
+        build(parse_config(CONFIG), SimpleNamespace(captures=(1,), whole_layers=0))
+
+
+def test_ranks_that_do_not_divide_a_heads_embedding_are_refused():
+    config = parse_config(CONFIG)
+    builder = SimpleNamespace(mesh=SimpleNamespace(size=4), ops=SimpleNamespace(torch_device="cpu"))
+    with pytest.raises(ConfigError, match="ple_embed_dim 24 of 4 heads cannot be divided by --tensor-parallel-size 4"):
+        NgramEmbedding(builder, config.ngrams, 0, "model.layers.0.ple", 2, 1e-6)
 
 
 @pytest.mark.parametrize(

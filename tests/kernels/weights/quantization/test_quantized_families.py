@@ -15,7 +15,7 @@ from kernels.contract.errors import LoadError
 from kernels.contract.step import SlotSampling
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.modelslim import write
-from tests.kits.quantized import fp8_blocks, rewrite
+from tests.kits.quantized import fp8_blocks, fp8_rows, rewrite
 from tests.kits.quantized_words import awq, dequantized, gptq, packed
 
 WORDS = {"bits": 4, "group_size": 16}
@@ -173,3 +173,16 @@ def test_scales_of_all_experts_that_are_wrong_are_named(edit, says, reference, d
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(LoadError, match=re.escape(says)):
         drive(path)
+
+
+def test_fbgemm_is_fp8_with_a_scale_for_each_output(reference, drive, tmp_path):
+    """As Llama 3.1 405B is published; some of its layers stay in floats."""
+
+    def change(module, weight):
+        return {f"{module}.weight": weight} if ".layers.0." in module else fp8_rows(module, weight)
+
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    source = reference("parallel-llama").path
+    path = rewrite(source, tmp_path / "fbgemm", change, settings)
+    fp8 = rewrite(source, tmp_path / "fp8", change, {"quant_method": "fp8"})
+    np.testing.assert_array_equal(scores(drive(path)), scores(drive(fp8)))
