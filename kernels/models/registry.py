@@ -138,6 +138,7 @@ BUILT_IN = (
     Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV32ForCausalLM", "kernels.models.deepseek_v32", gguf="deepseek32", gguf_experts=True),
+    Entry("DeepseekV4ForCausalLM", "kernels.models.deepseek_v4"),
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe", gguf="ernie4_5-moe", gguf_experts=True),
     Entry("ExaoneForCausalLM", "kernels.models.exaone", gguf="exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),

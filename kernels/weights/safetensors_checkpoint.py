@@ -22,6 +22,7 @@ from kernels.weights.wrapped import is_adapter, plain_name
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
+_STORED = {Role.NIBBLES: ("U8",), Role.EXPONENTS: ("U8",), Role.INDICES: ("I64", "I32")}
 
 
 def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, StoredTensor]:
@@ -29,7 +30,7 @@ def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Store
     result: dict[str, StoredTensor] = {}
     for name, spec in tensors.items():
         stored = scheme.tensors(spec) if scheme is not None and spec.quantizable else None
-        dtypes = ("U8",) if spec.role in (Role.NIBBLES, Role.EXPONENTS) else _FLOATS
+        dtypes = _STORED.get(spec.role, _FLOATS)
         result.update({name: StoredTensor(dtypes, (spec.shape,))} if stored is None else stored)
     return result
 
