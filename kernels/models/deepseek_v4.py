@@ -214,8 +214,8 @@ def _check(sizes: CompressedConfig, rates: dict[str, int]) -> None:
         )
     if sizes.index_dim < sizes.rope_dim:
         raise ConfigError(
-            f"config.json: index_head_dim {sizes.index_dim} is less than qk_rope_head_dim {sizes.rope_dim}, the part of "
-            "it that is rotated"
+            f"config.json: index_head_dim {sizes.index_dim} is less than qk_rope_head_dim {sizes.rope_dim}, the part "
+            "of it that is rotated"
         )
     for kind, rate in rates.items():
         layer = CompressedSizes(sizes, rate, kind == _SPARSE)

@@ -469,6 +469,7 @@ _EXAMPLE = {
     "v_head_dim": 16,
     "attn_temperature_len": 32,
     "zero_expert_num": 1,
+    "o_groups": 1,
 }
 """A small model with everything that a family may have."""
 

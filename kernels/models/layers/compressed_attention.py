@@ -188,7 +188,8 @@ class PassRows:
         return pages * size + at % size
 
     def of_entries(self, sizes: CompressedSizes, row: Tensor, numbers: Tensor, page_size: int) -> Tensor:
-        """Where the main pages have the entries ``numbers`` int64 [n, m] of the rows ``row`` int64 [n]: [n, m, shares]."""
+        """Where the main pages have the entries ``numbers`` int64 [n, m] of the rows ``row`` int64 [n], as int64 [n, m,
+        shares]."""
         last = numbers * sizes.rate + sizes.rate - 1
         pages = self._table(None)[row.unsqueeze(1), torch.div(last, page_size, rounding_mode="floor")]
         place = torch.div(last % page_size, sizes.rate, rounding_mode="floor") * sizes.shares
