@@ -324,6 +324,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
             f"{config.architecture} does not run with --enable-dp-attention: its first experts are chosen by tokens "
             "that only their rank knows; leave it out"
         )
+    if builder.rows is not None:
+        raise ConfigError(f"{config.architecture} does not run with adapters; leave --enable-lora out")
     vocab = vocabulary.vocabulary(builder, config)
     rows, tokens = PassRows(builder.ops.memory.put), PassValue()
     context = builder.context or config.max_positions

@@ -425,8 +425,8 @@ class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
-    ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
-    have operators alone that native code has.
+    ``indexed``: an indexer chooses what is attended to. ``states``: layers keep states of sequences. ``plain``: the
+    layers have operators alone that native code has.
     """
 
     architecture: str
@@ -500,7 +500,7 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 attention=frozenset(config.attention_features),
                 latent=config.latent is not None,
-                indexed=config.latent is not None and config.latent.index is not None,
+                indexed=config.indexed,
                 states=config.recurrence is not None,
                 plain=_is_plain(config) and not any(spec.name.endswith(_ATTENTION_GATES) for spec in specs),
             )

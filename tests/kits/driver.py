@@ -347,7 +347,7 @@ DEEPSEEK_V4 = {
     "sliding_window": 7,
     "o_groups": 2,
     "o_lora_rank": 12,
-    "index_n_heads": 8,
+    "index_n_heads": 16,  # with few of them many scores are 0, and ties differ with the length
     "index_head_dim": 8,
     "index_topk": 6,
     "swiglu_limit": 0.5,
