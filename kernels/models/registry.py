@@ -144,6 +144,7 @@ BUILT_IN = (
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),
     Entry("ExaoneMoEForCausalLM", "kernels.models.exaone_moe"),
     Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe", gguf="exaone-moe", gguf_experts=True),
+    Entry("FalconForCausalLM", "kernels.models.falcon"),
     Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1", gguf="falcon-h1"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2", gguf="gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3", gguf="gemma3"),

@@ -298,6 +298,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
         "StableLm",
         {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},
     ),
+    "falcon": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}),
+    "falcon-one-norm": ("Falcon", {"bias": True, "tie_word_embeddings": False}),
+    "falcon-sequential": ("Falcon", {"bias": True, "multi_query": False, "parallel_attn": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": 21}),
 }
 
