@@ -16,10 +16,14 @@ _NARROW = (
     "or use bf16 weights with --quantization int8 or fp8"
 )
 
-_Method = Literal["int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf"]
-_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"}
+_Method = Literal[
+    "int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelopt", "modelslim", "gguf"
+]
+_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"} | dict.fromkeys(
+    ("modelopt_fp4", "modelopt_fp8"), "modelopt"
+)
 _UNBUILT = dict.fromkeys(
-    ("bitsandbytes", "marlin", "modelopt", "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "quark",
+    ("bitsandbytes", "marlin", "petit_nvfp4", "quark",
      "w4afp8", "qoq"),
     _OTHER,
 ) | dict.fromkeys(("awq_marlin", "gptq_marlin", "moe_wna16"), _KERNEL) | dict.fromkeys(

@@ -33,12 +33,14 @@ def fingerprint(model: Path, *, weights: bool = True, prefix: str = "") -> dict[
 
 
 def _weight_files(model: Path) -> set[Path]:
-    """The weight files that workers read: the single file, or else those of the index."""
+    """The weight files that workers read: the single file, or else those of a vendor's ranks, or of the index."""
     if not model.is_dir():
         return {model}
     single = model / "model.safetensors"
     if single.is_file():
         return {single}
+    if divided := set(model.glob("*-TP-*.safetensors")):
+        return divided
     try:
         index = json.loads(_bytes(model / "model.safetensors.index.json"))
         return {model / Path(str(name)).name for name in index["weight_map"].values()}

@@ -536,6 +536,24 @@ class ConfigReader:
         local = part if isinstance(part, dict) else {"rope_theta": self.number("rope_local_base_freq", theta)}
         return _rope({"rope_parameters": local}, self.size("max_position_embeddings"), head_dim, 1.0, theta)
 
+    def proportional_rope(self, head_dim: int, part: float) -> RopeConfig:
+        """The rotation of layers with full attention, ``rope_parameters.full_attention``: default or proportional.
+        ``part``: of a head that is rotated, if config.json says nothing of it."""
+        ropes = self.raw.get("rope_parameters") or {}
+        given = ropes.get("full_attention") if isinstance(ropes, dict) else None
+        usual = {"rope_type": "proportional", "partial_rotary_factor": part}
+        reader = ConfigReader(given if isinstance(given, dict) else usual, self.architecture)
+        kind, part = reader.raw.get("rope_type", "default"), reader.number("partial_rotary_factor", 1.0)
+        if kind not in ("default", "proportional"):
+            raise ConfigError(f"rope_type {kind!r} of full attention is not supported; use proportional or default")
+        rotated = 2 * int(part * head_dim // 2) if kind == "proportional" else head_dim
+        if not 0 < rotated <= head_dim:
+            raise ConfigError(f"partial_rotary_factor rotates {rotated} of a head's {head_dim} numbers")
+        theta, factor = reader.number("rope_theta", 1000000.0), 1.0
+        if kind == "proportional":
+            factor = reader.number("factor", 1.0)
+        return RopeConfig(theta, "proportional", factor=factor, dim=rotated, head_dim=head_dim)
+
     def patterned_windows(self, every: int) -> tuple[int, ...]:
         """``sliding_window`` of all layers but every n-th, where config.json has no ``layer_types``. ``every``: n, if
         ``sliding_window_pattern`` does not say it, as a number or as LLLG. Null: no window; nothing: 4096 tokens."""

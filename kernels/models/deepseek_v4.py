@@ -23,10 +23,10 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder, DecoderLayer
-from kernels.models.layers import compressed_attention, hyper_connections, moe, vocabulary
+from kernels.models.layers import compressed_attention, constrained_connections, moe, vocabulary
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.compressed_attention import CompressedAttention, CompressedConfig, CompressedSizes, PassRows
-from kernels.models.layers.hyper_connections import HyperConnection, HyperHead, StreamConfig
+from kernels.models.layers.constrained_connections import HyperConnection, HyperHead, StreamConfig
 from kernels.models.layers.moe import DEEPSEEK, LimitedGate
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.weights.tensors import Role, TensorSpec, norm
@@ -242,15 +242,15 @@ def _tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         layer = f"model.layers.{index}"
         yield norm(f"{layer}.input_layernorm", hidden)
         yield norm(f"{layer}.post_attention_layernorm", hidden)
-        yield from hyper_connections.tensors(streams, f"{layer}.attn_hc", hidden)
-        yield from hyper_connections.tensors(streams, f"{layer}.ffn_hc", hidden)
+        yield from constrained_connections.tensors(streams, f"{layer}.attn_hc", hidden)
+        yield from constrained_connections.tensors(streams, f"{layer}.ffn_hc", hidden)
         yield from compressed_attention.tensors(config.layer(index), f"{layer}.self_attn", hidden)
         hashed = index in config.hashed
         yield from moe.tensors(experts, hidden, layer, "", _HASHED if hashed else DEEPSEEK)
         if hashed:
             shape = (config.vocab_size, experts.chosen)
             yield TensorSpec(f"{layer}.mlp.gate.tid2eid", shape, Role.INDICES, of_experts=True)
-    yield from hyper_connections.head_tensors(streams, "model.hc_head", hidden)
+    yield from constrained_connections.head_tensors(streams, "model.hc_head", hidden)
     yield norm("model.norm", hidden)
 
 

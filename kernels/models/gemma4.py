@@ -28,7 +28,7 @@ from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.devices.linear import norm_of_sum
 from kernels.distributed.turns import PassValue
-from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig, RopeConfig
+from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, vocabulary
 from kernels.models.layers.block import AttentionLayer, SelfAttention, gated_mlp
@@ -107,7 +107,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         tied=True,
     )
     full, equal, vocab = _full_sizes(raw, windows), raw.flag("attention_k_eq_v"), "vocab_size_per_layer_input"
-    rope = _full_rope(raw, full.size("head_dim", 512))
+    rope = raw.proportional_rope(full.size("head_dim", 512), 0.25)
     inputs = 0 if raw.raw.get("hidden_size_per_layer_input", 256) in (0, None) else 256
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     result = Gemma4Config(
@@ -158,24 +158,6 @@ def _full_sizes(raw: ConfigReader, windows: tuple[int, ...]) -> ConfigReader:
     if not isinstance(part, dict):
         raise ConfigError(f"config.json: per_layer_config must have objects, and has {part!r}")
     return ConfigReader(part, raw.architecture)
-
-
-def _full_rope(raw: ConfigReader, dim: int) -> RopeConfig:
-    """The rotation of layers with full attention."""
-    ropes = raw.raw.get("rope_parameters") or {}
-    given = ropes.get("full_attention") if isinstance(ropes, dict) else None
-    usual = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    reader = ConfigReader(given if isinstance(given, dict) else usual, raw.architecture)
-    kind, part = reader.raw.get("rope_type", "default"), reader.number("partial_rotary_factor", 1.0)
-    if kind not in ("default", "proportional"):
-        raise ConfigError(f"rope_type {kind!r} of full attention is not supported; use proportional or default")
-    rotated = 2 * int(part * dim // 2) if kind == "proportional" else dim
-    if not 0 < rotated <= dim:
-        raise ConfigError(f"partial_rotary_factor rotates {rotated} of a head's {dim} numbers")
-    theta, factor = reader.number("rope_theta", 1000000.0), 1.0
-    if kind == "proportional":
-        factor = reader.number("factor", 1.0)
-    return RopeConfig(theta, "proportional", factor=factor, dim=rotated, head_dim=dim)
 
 
 def _shared_caches(raw: ConfigReader, windows: tuple[int, ...]) -> dict[int, int]:

@@ -4,7 +4,7 @@ layer.
 
     m = pre_moe_norm(h);  h = h + post_moe_norm((mlp(m) + experts(m)) / sqrt(2))
 
-Published files are those of eight ranks; join them first.
+Published files are those of eight ranks, which loading joins (kernels.weights.safetensors_checkpoint).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from kernels.models.layers.mlp import FeedForward
 from kernels.models.layers.pre_norm import PreNormLayer
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "grouped_order", "tensors"]
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -59,15 +59,15 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -> PreNormLayer:
     attention, feed_forward = f"{name}.attention", f"{name}.feed_forward"
     heads = Heads(config.heads, config.kv_heads, config.head_dim)
-    qkv = builder.ordered(_order(config), f"{attention}.wqkv")
+    qkv = builder.ordered(grouped_order(config), f"{attention}.wqkv")
     result = Attention(builder, heads, qkv, builder.into_stream(f"{attention}.wo"), window)
     first, second = (builder.norm(f"{name}.{norm}", config.norm_eps) for norm in ("attention_norm", "ffn_norm"))
     gate_up, down = builder.gated(f"{feed_forward}.w1", f"{feed_forward}.w3"), builder.into_stream(f"{feed_forward}.w2")
     return PreNormLayer(builder, first, result, second, FeedForward(builder, second, gate_up, down))
 
 
-def _order(config: ModelConfig) -> list[int]:
-    """Where the outputs of ``wqkv`` are in the order of queries, keys, values."""
+def grouped_order(config: ModelConfig) -> list[int]:
+    """Where the outputs of a projection by groups of heads are in the order of queries, keys, values."""
     group = config.heads // config.kv_heads
     queries = [head // group * (group + 2) + head % group for head in range(config.heads)]
     others = [head * (group + 2) + group + part for part in (0, 1) for head in range(config.kv_heads)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from kernels.contract.caches import CacheGroup
 from kernels.contract.errors import ConfigError
+from kernels.core.operators import Linear
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, moe, recurrent, short_convolution, vocabulary
@@ -18,7 +19,7 @@ from kernels.models.layers.moe import ExpertNames
 from kernels.models.layers.short_convolution import ConvolutionConfig, ShortConvolution
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["build", "caches", "config", "decoder", "tensors"]
+__all__ = ["build", "caches", "config", "decoder", "feed_forward", "feed_forward_tensors", "tensors"]
 
 _RENAMED = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 _EXPERTS = ExpertNames(
@@ -75,7 +76,7 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         if experts is not None and index in experts.layers:
             yield from moe.tensors(experts, hidden, layer, gguf, _EXPERTS)
         else:
-            yield from _feed_forward_tensors(config, f"{layer}.feed_forward", f"{gguf}.ffn")
+            yield from feed_forward_tensors(config, f"{layer}.feed_forward", f"{gguf}.ffn")
     yield norm("model.embedding_norm", hidden, "token_embd_norm")
 
 
@@ -85,11 +86,18 @@ def _attention_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[
         yield dataclasses.replace(spec, name=f"{module}.{_RENAMED.get(part, part)}.{ending}")
 
 
-def _feed_forward_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+def feed_forward_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """``w2(silu(w1(x)) * w3(x))``. ``gguf``: what their names begin with there."""
     hidden, inner = config.hidden_size, config.intermediate_size
     for name, place in (("w1", "gate"), ("w3", "up")):
         yield from linear(f"{module}.{name}", (inner, hidden), by_outputs((inner, inner)), f"{gguf}_{place}")
     yield from linear(f"{module}.w2", (hidden, inner), by_inputs(inner, inner), f"{gguf}_down", role=Role.DOWN)
+
+
+def feed_forward(builder: LayerBuilder, module: str) -> Linear:
+    """The layer of ``feed_forward_tensors``."""
+    gate_up, down = builder.gated(f"{module}.w1", f"{module}.w3"), builder.row_parallel(f"{module}.w2")
+    return lambda x: down(gate_up(x))
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
@@ -117,9 +125,7 @@ def _layer(config: ModelConfig, builder: LayerBuilder, index: int) -> Block:
         mixer = _attention(config, builder, f"{name}.self_attn")
     if experts is not None and index in experts.layers:
         return Block(builder, config, mixer, moe.SparseFeedForward(builder, experts, name, _EXPERTS), norms)
-    gate_up = builder.gated(f"{name}.feed_forward.w1", f"{name}.feed_forward.w3")
-    down = builder.row_parallel(f"{name}.feed_forward.w2")
-    return Block(builder, config, mixer, lambda x: down(gate_up(x)), norms)
+    return Block(builder, config, mixer, feed_forward(builder, f"{name}.feed_forward"), norms)
 
 
 def _attention(config: ModelConfig, builder: LayerBuilder, module: str) -> SelfAttention:

@@ -125,6 +125,7 @@ BUILT_IN = (
     Entry("BaichuanForCausalLM", "kernels.models.baichuan", gguf="baichuan"),
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe", gguf_experts=True),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe2", gguf_experts=True),
+    Entry("BambaForCausalLM", "kernels.models.bamba"),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
     Entry("ChatGLMModel", "kernels.models.chatglm"),
@@ -144,6 +145,7 @@ BUILT_IN = (
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),
     Entry("ExaoneMoEForCausalLM", "kernels.models.exaone_moe"),
     Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe", gguf="exaone-moe", gguf_experts=True),
+    Entry("FalconForCausalLM", "kernels.models.falcon"),
     Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1", gguf="falcon-h1"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2", gguf="gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3", gguf="gemma3"),
@@ -165,6 +167,7 @@ BUILT_IN = (
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear", gguf="kimi-linear", gguf_experts=True),
     Entry("Lfm2ForCausalLM", "kernels.models.lfm2", gguf="lfm2"),
     Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe", gguf="lfm2moe", gguf_experts=True),
+    Entry("Lfm3ForCausalLM", "kernels.models.lfm3"),
     Entry("Llama4ForCausalLM", "kernels.models.llama4", gguf="llama4", gguf_experts=True),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
@@ -198,6 +201,7 @@ BUILT_IN = (
     Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next", gguf="qwen3next", gguf_experts=True),
     Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5", gguf="qwen35"),
     Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5", gguf="qwen35moe", gguf_experts=True),
+    Entry("Qwen4ExpForCausalLM", "kernels.models.qwen4_exp"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss", gguf="seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
@@ -236,6 +240,7 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen4_exp_text": "Qwen4ExpForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
 }
@@ -424,9 +429,9 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
-    ``indexed``: an indexer chooses what is attended to. ``states``: layers keep states of sequences. ``plain``: the
-    layers have operators alone that native code has.
+    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors.
+    ``indexed``: an indexer chooses the tokens that are attended to. ``states``: layers keep states of sequences.
+    ``plain``: the layers have operators alone that native code has.
     """
 
     architecture: str
@@ -464,6 +469,11 @@ _EXAMPLE = {
     "index_n_heads": 2,
     "index_head_dim": 16,
     "index_topk": 16,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,

@@ -7,7 +7,7 @@ clamped. Norms add one to their weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ from kernels.contract.errors import ConfigError
 from kernels.core.operators import Linear
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import gqa, moe, sparse, vocabulary
+from kernels.models.layers import gqa, mlp, moe, pre_norm, sparse, vocabulary
 from kernels.models.layers.block import Block, Norms, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.gated_attention import ApartGatedAttention
 from kernels.models.layers.moe import ExpertNames, LimitedGate
 from kernels.weights.tensors import TensorSpec, by_outputs, linear
 
-__all__ = ["Step3p5Config", "build", "caches", "config", "tensors"]
+__all__ = ["Step3p5Config", "build", "caches", "config", "head_config", "head_tensors", "layer", "tensors"]
 
 _NAMES = ExpertNames(
     "moe",
@@ -136,22 +136,45 @@ def _as_transformers(raw: ConfigReader) -> ConfigReader:
     for key in _BY_LAYER:
         if isinstance(own.get(key), list):
             own[key] = own[key][: raw.layers]
-    sparse_layers = own.get("moe_layers_enum")
-    if own.get("mlp_layer_types") is None and sparse_layers is not None:
-        wrong = ConfigError(f"config.json: moe_layers_enum must name layers, and is {sparse_layers!r}")
-        parts = sparse_layers.split(",") if isinstance(sparse_layers, str) else sparse_layers
-        if not isinstance(parts, list | tuple):
-            raise wrong
-        names = [str(part).strip() for part in parts if str(part).strip()]
-        if not all(name.isdecimal() for name in names):
-            raise wrong
-        named = set(map(int, names))
-        own["mlp_layer_types"] = ["sparse" if layer in named else "dense" for layer in range(raw.layers)]
+    if own.get("mlp_layer_types") is None and own.get("moe_layers_enum") is not None:
+        own["mlp_layer_types"] = _feed_forwards(own, range(raw.layers))
     ropes = own.get("rope_parameters")
     if not isinstance(ropes, dict) or not {"full_attention", "sliding_attention"} & ropes.keys():
         own["rope_parameters"] = _ropes(ConfigReader(own, raw.architecture), ropes or {})
         own["rope_theta"] = own["rope_scaling"] = own["partial_rotary_factors"] = None
     return ConfigReader(own, raw.architecture)
+
+
+def _feed_forwards(raw: Mapping[str, Any], layers: range) -> list[str]:
+    """Which of the ``layers`` have experts, by ``moe_layers_enum``."""
+    sparse_layers = raw.get("moe_layers_enum") or ""
+    wrong = ConfigError(f"config.json: moe_layers_enum must name layers, and is {sparse_layers!r}")
+    parts = sparse_layers.split(",") if isinstance(sparse_layers, str) else sparse_layers
+    if not isinstance(parts, list | tuple):
+        raise wrong
+    names = [str(part).strip() for part in parts if str(part).strip()]
+    if not all(name.isdecimal() for name in names):
+        raise wrong
+    named = set(map(int, names))
+    return ["sparse" if layer in named else "dense" for layer in layers]
+
+
+def head_config(raw: Mapping[str, Any], layer: int) -> Step3p5Config:
+    """The sizes of a head for later tokens, a model of one layer: the ``layer`` of the lists in config.json ``raw``,
+    which go on behind the model's layers."""
+    own = {**raw, "num_hidden_layers": 1, "mlp_layer_types": _feed_forwards(raw, range(layer, layer + 1))}
+    for key in _BY_LAYER:
+        if key != "mlp_layer_types" and isinstance(values := raw.get(key), list):
+            if len(values) <= layer:
+                raise ConfigError(f"config.json: {key} has no entry of layer {layer}, a head for later tokens")
+            own[key] = [values[layer]]
+    own |= {"per_layer_config": None, "architectures": ["Step3p5ForCausalLM"]}
+    result = config(ConfigReader(own, "Step3p5ForCausalLM"))
+    assert isinstance(result, Step3p5Config)
+    if not result.windows[0]:
+        return result
+    heads = result.window_heads
+    return dataclasses.replace(result, heads=heads, all_heads=heads, rope=result.ropes[0], ropes={})
 
 
 def _ropes(raw: ConfigReader, common: object) -> dict[str, Any]:
@@ -217,22 +240,36 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 
 def _tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     assert isinstance(config, Step3p5Config)
-    own = config.layer(int(module.split(".")[2]))
+    yield from _attention_tensors(config.layer(int(module.split(".")[2])), module, gguf)
+
+
+def _attention_tensors(own: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     yield from gqa.tensors(own, module, gguf)
     rows = by_outputs((own.heads, own.heads))
-    yield from linear(f"{module}.g_proj", (own.heads, config.hidden_size), rows, f"{gguf}_gate")
+    yield from linear(f"{module}.g_proj", (own.heads, own.hidden_size), rows, f"{gguf}_gate")
+
+
+def head_tensors(config: Step3p5Config, name: str) -> Iterator[TensorSpec]:
+    """The tensors of the layer of a head for later tokens, of the sizes of ``head_config``."""
+    yield from pre_norm.norm_tensors(config, name, "")
+    yield from _attention_tensors(config.layer(0), f"{name}.self_attn", "")
+    if config.experts is not None and config.experts.layers:
+        yield from moe.tensors(config.experts, config.hidden_size, name, "", _NAMES)
+    else:
+        yield from mlp.tensors(config, f"{name}.mlp", "")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
     assert isinstance(config, Step3p5Config)
     vocab = vocabulary.vocabulary(builder, config)
-    layers = [_layer(config, builder, index) for index in range(config.layers)]
+    layers = [layer(config, builder, index, f"model.layers.{index}") for index in range(config.layers)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
 
 
-def _layer(config: Step3p5Config, builder: LayerBuilder, index: int) -> Block:
-    name, own = f"model.layers.{index}", config.layer(index)
+def layer(config: Step3p5Config, builder: LayerBuilder, index: int, name: str) -> Block:
+    """The layer ``index``, called ``name`` in the checkpoint."""
+    own = config.layer(index)
     norms = Norms(
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps, config.norm_offset),
         before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps, config.norm_offset),

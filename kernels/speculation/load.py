@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -33,8 +33,8 @@ from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, op
 from kernels.weights.quantization.detect import detect_scheme
 from kernels.weights.quantization.modelslim import description_file
 from kernels.weights.quantization.online import ONLINE
-from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
-from kernels.weights.quantization.weights import Projection, QuantizedWeight
+from kernels.weights.quantization.scheme import Scheme
+from kernels.weights.quantization.weights import Projection
 from kernels.weights.tensors import Role, Tensors, TensorSpec, embedding, linear, norm, table_of
 
 __all__ = [
@@ -74,11 +74,6 @@ class DraftCheckpoint:
     def modules(self) -> frozenset[str]:
         """Modules with stored tensors, without a leading ``model.``."""
         return frozenset(name.rpartition(".")[0].removeprefix("model.") for name in self._shapes)
-
-    @property
-    def tensors(self) -> Collection[str]:
-        """All stored tensors, by their names in the files."""
-        return self._shapes.keys()
 
     def has(self, name: str) -> bool:
         """Whether the tensor is there, with or without ``model.`` before its name."""
@@ -158,7 +153,7 @@ class DraftWeights:
             CheckpointFiles(checkpoint.path, checkpoint.load_format, context.config.random_seed),
             table_of(stored),
             Placement(context.dtype, context.device.torch_device, division.shard),
-            draft_scheme(checkpoint.path, context.config, context.settings, checkpoint.tensors),
+            draft_scheme(checkpoint.path, context.config, context.settings),
         )
         self.builder = LayerBuilder(
             self, context.device, context.group, ep_size=division.ep_size, shared=division.shared
@@ -245,36 +240,8 @@ def need_same_hidden_size(checkpoint: DraftCheckpoint, config: ModelConfig, targ
         )
 
 
-class _AsStored(Scheme):
-    """``scheme``, except for weights that ``names`` has unquantized: tools leave heads in floats without saying so."""
-
-    def __init__(self, scheme: Scheme, names: Collection[str]) -> None:
-        self.name = scheme.name
-        self._scheme = scheme
-        parts = [name.rpartition(".") for name in names]
-        self._floats = {module for module, _, kind in parts if kind == "weight"}
-        self._floats -= {module for module, _, kind in parts if kind not in ("weight", "bias")}
-
-    def adapt(self, tensors: Tensors) -> Tensors:
-        return self._scheme.adapt(tensors)
-
-    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
-        return None if weight.module in self._floats else self._scheme.tensors(weight)
-
-    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
-        return self._scheme.read(files, weight)
-
-    def convert(self, weight: TensorSpec, floats: Tensor) -> QuantizedWeight | None:
-        return self._scheme.convert(weight, floats)
-
-    def ignores(self, name: str, tensors: Tensors) -> bool:
-        return self._scheme.ignores(name, tensors)
-
-
-def draft_scheme(
-    path: str | Path, config: RunnerConfig, settings: SpeculativeSettings, names: Collection[str] = ()
-) -> Scheme | None:
-    """Quantization scheme of the draft in ``path``, whose tensors are ``names``; None: not quantized.
+def draft_scheme(path: str | Path, config: RunnerConfig, settings: SpeculativeSettings) -> Scheme | None:
+    """Quantization scheme of the draft in ``path``; None: not quantized.
 
     ``config``: the target's. Raises ConfigError, saying what to do.
     """
@@ -288,10 +255,9 @@ def draft_scheme(
             "use one in bf16, which --speculative-draft-model-quantization int8 or fp8 may round while it is loaded"
         )
     try:
-        result = detect_scheme(path, requested)
+        return detect_scheme(path, requested)
     except ConfigError as error:
         raise ConfigError(f"--speculative-draft-model-quantization, the draft in {path}: {error}") from error
-    return result if result is None or is_gguf(path) else _AsStored(result, names)
 
 
 def draft_device(config: RunnerConfig, settings: SpeculativeSettings, device: Device, stored: str | None) -> Device:

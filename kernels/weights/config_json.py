@@ -33,7 +33,24 @@ def read_json(model_path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must be a JSON object; download the checkpoint again")
+    if raw.get("quantization_config") is None and (settings := _modelopt(path.with_name("hf_quant_config.json"))):
+        raw["quantization_config"] = settings
     return language_model(raw)
+
+
+def _modelopt(path: Path) -> dict[str, Any]:
+    """The ``quantization_config`` that a file of NVIDIA's Model Optimizer stands for; empty without weights that are
+    quantized. Raises ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
+    own = raw.get("quantization") if isinstance(raw, dict) else None
+    if not isinstance(own, dict):
+        raise ConfigError(f"{path} must be an object with an object quantization; download the checkpoint again")
+    return {**own, "quant_method": "modelopt"} if own.get("quant_algo") else {}
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: str) -> dict[str, Any]:

@@ -286,6 +286,7 @@ def open_weights(
     if load_format not in ("auto", "safetensors"):
         raise LoadError(f"load format {load_format!r} is not supported; use auto, safetensors, gguf or dummy")
     checkpoint = SafetensorsCheckpoint(Path(model_path), tensors)
+    scheme = None if scheme is None else checkpoint.as_stored(scheme)
     checkpoint.check(scheme)
     return WeightLoader(checkpoint, tensors, placement, progress, scheme)
 

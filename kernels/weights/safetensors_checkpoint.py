@@ -5,22 +5,27 @@ Pickled checkpoints (``pytorch_model.bin``) are refused: unpickling runs code.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.contract.errors import LoadError
 from kernels.contract.limits import MAX_EXPERTS
-from kernels.weights.quantization.scheme import Scheme, StoredTensor
+from kernels.weights.quantization.scheme import AsStored, Scheme, StoredTensor
 from kernels.weights.tensors import Part, Role, StackedExpert, Tensors
 from kernels.weights.wrapped import is_adapter, plain_name
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
+_RANK = re.compile(r".*-TP-(\d{3}|common)\.safetensors")
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _STORED = {Role.NIBBLES: ("U8",), Role.EXPONENTS: ("U8",), Role.INDICES: ("I64", "I32")}
 
@@ -37,8 +42,8 @@ def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Store
 
 @dataclass(frozen=True)
 class _Expert:
-    """Rows ``begin`` to ``end`` of one expert in the stacked tensor ``stored``, which has ``columns``. ``turned``: the
-    file has columns before rows."""
+    """Rows ``begin`` to ``end`` of one expert in the stacked tensor ``stored``, which has ``columns``; -1: it has one
+    number for each expert. ``turned``: the file has columns before rows."""
 
     stored: str
     expert: int
@@ -50,7 +55,11 @@ class _Expert:
     @staticmethod
     def find(stacked: StackedExpert, shape: tuple[int, ...], own: tuple[int, ...]) -> _Expert | None:
         """The place of an expert of shape ``own`` in a tensor of ``shape``; None if the shape does not fit."""
-        if len(shape) != 3 or not stacked.expert < shape[0] <= MAX_EXPERTS or not shape[1] or not shape[2]:
+        if not shape or not stacked.expert < shape[0] <= MAX_EXPERTS:
+            return None
+        if len(shape) == 1 and not own:
+            return _Expert(stacked.stored, stacked.expert, 0, 0, -1)
+        if len(shape) != 3 or len(own) != 2 or not shape[1] or not shape[2]:
             return None
         wide = own[0] * stacked.parts
         turned = shape[1:] == (own[1], wide) != (wide, own[1])
@@ -60,17 +69,19 @@ class _Expert:
         return None if rest else _Expert(stacked.stored, stacked.expert, begin, begin + rows, columns, turned)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.end - self.begin, self.columns
+    def shape(self) -> tuple[int, ...]:
+        return () if self.columns < 0 else (self.end - self.begin, self.columns)
 
-    def index(self, part: Part | None) -> tuple[slice, slice, slice]:
+    def index(self, part: Part | None) -> tuple[slice, ...]:
         """The index of the expert, or of a part of it, with a leading dimension of one."""
+        own = slice(self.expert, self.expert + 1)
+        if self.columns < 0:
+            return (own,)
         rows, columns = slice(self.begin, self.end), slice(None)
         if part is not None and part.dimension == 0:
             rows = slice(self.begin + part.begin, self.begin + part.end)
         elif part is not None:
             columns = slice(part.begin, part.end)
-        own = slice(self.expert, self.expert + 1)
         return (own, columns, rows) if self.turned else (own, rows, columns)
 
 
@@ -82,6 +93,7 @@ class SafetensorsCheckpoint:
         self._directory = directory
         self._tensors = tensors
         self._files: dict[str, safe_open] = {}
+        self._divided: dict[str, list[Path]] = {}  # the files of a tensor that is divided over the ranks of its vendor
         files = {name: file for name, file in self._read_names().items() if not is_adapter(name)}
         self._wrapped = {
             plain: name for name in files if (plain := plain_name(name)) not in files
@@ -114,10 +126,42 @@ class SafetensorsCheckpoint:
             if stored not in self._misshapen:
                 del self._file_of[stored]
 
+    def _find_scales(self, scheme: Scheme) -> None:
+        """Find what a scheme stores of each expert in the tensors that hold it of all experts of a layer."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, spec in self._tensors.items():
+            if name not in self._experts or spec.stacked is None or not spec.quantizable:
+                continue
+            for own, wanted in (scheme.tensors(spec) or {}).items():
+                stored = _beside(spec.stacked.stored, own)
+                if own in self._file_of or stored not in self._file_of:
+                    continue
+                shape = found[stored] = found[stored] if stored in found else self._header(stored)[0]
+                place = dataclasses.replace(spec.stacked, stored=stored)
+                fits = (_Expert.find(place, shape, each) for each in wanted.shapes)
+                expert = next((one for one in fits if one is not None), None)
+                if expert is None or shape[0] != place.count:
+                    self._misshapen[stored] = shape
+                else:
+                    self._experts[own], self._file_of[own] = expert, self._file_of[stored]
+        for stored in found.keys() - self._misshapen.keys():
+            del self._file_of[stored]
+
+    def as_stored(self, scheme: Scheme) -> Scheme:
+        """``scheme``, except for weights that the files have in floats alone: tools leave modules so without saying
+        it."""
+        stored = (name.rpartition(".") for name in self._file_of)
+        quantized = {module for module, _, kind in stored if kind not in ("weight", "bias")}
+        names = [name for name, spec in self._tensors.items() if spec.quantizable and name in self._file_of]
+        names = [name for name in names if self._tensors[name].module not in quantized]
+        return AsStored(scheme, frozenset(name for name in names if self._header(name)[1] in _FLOATS))
+
     def _read_names(self) -> dict[str, Path]:
         single, index = self._directory / "model.safetensors", self._directory / "model.safetensors.index.json"
         if single.is_file():
             return dict.fromkeys(self._open(single).keys(), single)
+        if divided := [file for file in sorted(self._directory.glob("*.safetensors")) if _RANK.fullmatch(file.name)]:
+            return self._read_ranks(divided)
         if not index.is_file():
             raise LoadError(self._nothing_to_load())
         try:
@@ -133,6 +177,32 @@ class SafetensorsCheckpoint:
         held = {file: set(self._open(self._directory / file).keys()) for file in set(names.values())}
         # A tensor that the index lists and its file lacks counts as missing.
         return {name: self._directory / file for name, file in names.items() if name in held[file]}
+
+    def _read_ranks(self, files: Sequence[Path]) -> dict[str, Path]:
+        """The tensors of ``files``, as Grok 2's are: a rank has its part of some tensors, and all ranks share others.
+        Raises LoadError where a rank lacks its part."""
+        names: dict[str, Path] = {}
+        parts: dict[str, dict[str, Path]] = {}
+        for file in files:
+            match = _RANK.fullmatch(file.name)
+            assert match is not None
+            stored = self._open(file).keys()
+            for name in stored:
+                if match[1] == "common":
+                    names[name] = file
+                else:
+                    parts.setdefault(name, {})[match[1]] = file
+        ranks = sorted({rank for own in parts.values() for rank in own})
+        for name, own in parts.items():
+            missing = [f"{rank:03}" for rank in range(max(map(int, ranks)) + 1) if f"{rank:03}" not in own]
+            if missing:
+                raise LoadError(
+                    f"{self._directory} lacks the part of {name} in a file *-TP-{missing[0]}.safetensors; download the "
+                    "checkpoint again"
+                )
+            self._divided[plain_name(name)] = [own[rank] for rank in ranks]
+            names[name] = own[ranks[0]]
+        return names
 
     def _nothing_to_load(self) -> str:
         if not self._directory.is_dir():
@@ -165,10 +235,48 @@ class SafetensorsCheckpoint:
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype."""
         piece = self._experts.get(name)
+        if (dimension := self._joint(name)) is not None:
+            slices = [self._open(file).get_slice(self._stored(name)) for file in self._divided[name]]
+            shapes = [tuple(each.get_shape()) for each in slices]
+            alike = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}
+            if len(alike) > 1 or len(shapes[0]) <= dimension:
+                raise LoadError(
+                    f"{name} has parts of the shapes {', '.join(str(list(shape)) for shape in shapes[:8])} in "
+                    f"{self._directory}, which are not of one tensor; download it again"
+                )
+            length = sum(shape[dimension] for shape in shapes)
+            return (*shapes[0][:dimension], length, *shapes[0][dimension + 1 :]), slices[0].get_dtype()
         result = self._open(self._file_of[name]).get_slice(self._stored(name if piece is None else piece.stored))
         return tuple(result.get_shape()) if piece is None else piece.shape, result.get_dtype()
 
+    def _joint(self, name: str) -> int | None:
+        """The dimension along which a tensor's files are joined; None: it is in one file."""
+        spec = self._tensors.get(name)
+        if name not in self._divided or spec is None or spec.split is None:
+            return None
+        return spec.split.dimension
+
+    def _join(self, name: str, part: Part | None, dimension: int) -> Tensor:
+        """A tensor, or a part of it, of several files."""
+        pieces, begin = [], 0
+        for file in self._divided[name]:
+            piece = self._open(file).get_slice(self._stored(name))
+            shape = piece.get_shape()
+            index = [slice(None)] * len(shape)
+            first, end = 0, shape[dimension]
+            if part is not None and part.dimension == dimension:
+                first, end = max(part.begin - begin, 0), min(part.end - begin, end)
+            elif part is not None:
+                index[part.dimension] = slice(part.begin, part.end)
+            index[dimension] = slice(first, end)
+            if first < end:
+                pieces.append(piece[tuple(index)])
+            begin += shape[dimension]
+        return torch.cat(pieces, dimension)
+
     def _part(self, name: str, part: Part | None) -> Tensor:
+        if (dimension := self._joint(name)) is not None:
+            return self._join(name, part, dimension)
         file, piece = self._open(self._file_of[name]), self._experts.get(name)
         result: Tensor
         if piece is not None:
@@ -192,6 +300,8 @@ class SafetensorsCheckpoint:
 
     def check(self, scheme: Scheme | None = None) -> None:
         """Compare the tensors with those of the model and its scheme. Raises LoadError that names every problem."""
+        if scheme is not None:
+            self._find_scales(scheme)
         expected = expected_tensors(self._tensors, scheme)
         says = "config.json asks" if scheme is None else f"config.json ({scheme.name}) asks"
         wrong = [f"{name} is missing" for name in expected if not self.has(name) and not expected[name].optional]
@@ -231,6 +341,14 @@ class SafetensorsCheckpoint:
             target.copy_(self._part(name, part))
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
+
+
+def _beside(stored: str, own: str) -> str:
+    """The tensor of all experts that holds ``own`` of each, beside the one of their weights, ``stored``."""
+    kind = own.rpartition(".")[2]
+    if stored.endswith(".weight"):
+        return f"{stored.removesuffix('weight')}{kind}"
+    return f"{stored}_{kind.removeprefix('weight_')}"
 
 
 def _layer(name: str) -> str:

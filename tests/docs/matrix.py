@@ -126,7 +126,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. What a device
     does not plan runs in plain torch, which reads rows on the host; a CPU's programs have the operators of plain
     families alone."""
-    eager, compressed = bool(family.attention - features.plans), family.indexed and not family.latent
+    eager, compressed = bool(family.attention - features.plans), family.indexed and not (family.latent or family.states)
     yield "F"
     if family.quantizable:
         yield "Q"
@@ -138,8 +138,8 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "S"
     if features.collectives:
         yield "T"
-    planned = not family.latent or (features.plans_latent and not family.indexed)  # an indexer reads rows on the host
-    captured = not (eager or compressed) and planned and (not family.states or features.captures_states)
+    planned = not family.indexed and (not family.latent or features.plans_latent)  # an indexer reads rows on the host
+    captured = not eager and planned and (not family.states or features.captures_states)
     if features.captures and captured and (family.plain or not cpu):
         yield "G"
 

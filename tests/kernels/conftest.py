@@ -35,6 +35,7 @@ from tests.kits.driver import (
     LATENT,
     LFM2_EXPERTS,
     NEMOTRON,
+    QWEN4,
     ROUTED,
     SHARED,
     SPARSE,
@@ -112,6 +113,15 @@ DIVISIBLE |= {
     "parallel-granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"vocab_size": 212, "num_local_experts": 4}),
     "parallel-lfm2-moe": ("Lfm2Moe", CONVOLUTIONS | LFM2_EXPERTS | {"vocab_size": 212, "conv_bias": True}),
     "parallel-nemotron-3": ("NemotronH", NEMOTRON | {"vocab_size": 212, "moe_latent_size": 20}),
+}
+
+DIVISIBLE |= {
+    "qwen4-plain": (  # without n-grams, with heads that are rotated as a whole
+        "Qwen4ExpText",
+        {key: value for key, value in QWEN4.items() if key not in ("ple_layer_ids", "rope_parameters")}
+        | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
+        | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
+    ),
 }
 
 WIDE_LATENT = DEEPSEEK | {  # sizes that operators for latent attention take

@@ -17,6 +17,7 @@ from kernels.contract.step import Admission, RecordedExperts, SlotSampling, Step
 from kernels.execution.runner import ModelRunner
 
 __all__ = [
+    "BAMBA",
     "COMMON",
     "CONVOLUTIONS",
     "DEEPSEEK",
@@ -34,8 +35,10 @@ __all__ = [
     "KIMI_LINEAR",
     "LATENT",
     "LFM2_EXPERTS",
+    "LFM3",
     "LLAMA3_ROPE",
     "NEMOTRON",
+    "QWEN4",
     "ROUTED",
     "SHARED",
     "SPARSE",
@@ -295,6 +298,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
         "StableLm",
         {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},
     ),
+    "falcon": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}),
+    "falcon-one-norm": ("Falcon", {"bias": True, "tie_word_embeddings": False}),
+    "falcon-sequential": ("Falcon", {"bias": True, "multi_query": False, "parallel_attn": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": 21}),
 }
 
@@ -537,6 +543,18 @@ DELTA = {
 }
 """Three layers of gated delta nets before one of attention."""
 
+QWEN4 = (
+    SHARED
+    | DELTA
+    | {"hc_count": 2, "hc_lowrank": 10, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    | {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 12}
+    | {"indexer_budget": 16, "indexer_compress_ratio": 4}
+    | {"ple_layer_ids": [1, 3], "ple_embed_dim": 24, "ple_conv_kernel_size": 3, "heads_per_ngram": 2}
+    | {"ngram_vocab_size_base": 90, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 5}
+    | {"eos_token_id": 7}
+)
+"""The indexer chooses four blocks of tokens; layers 0 and 2 embed n-grams."""
+
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "pad_token_id": 0}
 LFM2_EXPERTS = {
     "num_dense_layers": 1,
@@ -544,6 +562,13 @@ LFM2_EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
+}
+LFM3 = {
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention"],
+    "sliding_window": 21,
+    "pad_token_id": 0,
 }
 _NEMOTRON_3 = ["moe", "linear_attention", "moe", "full_attention"]
 GRANITE_HYBRID = {
@@ -557,6 +582,7 @@ GRANITE_HYBRID = {
     "mamba_n_heads": 8,
     "mamba_d_state": 10,
 }
+BAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
 FALCON = {
     "pad_token_id": 0,
     "mamba_n_heads": 8,
@@ -600,6 +626,7 @@ KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed
 }
 
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
+    "bamba": ("Bamba", BAMBA),
     "falcon-h1": ("FalconH1", FALCON),
     "falcon-h1-normed": (
         "FalconH1",
@@ -618,11 +645,19 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
         "Lfm2Moe",
         CONVOLUTIONS | LFM2_EXPERTS,
     ),
+    "lfm3": ("Lfm3", LFM3),
+    "lfm3-plain": (
+        "Lfm3",
+        LFM3
+        | {"use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True, "conv_bias": True}
+        | {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    ),
     "nemotron-h": ("NemotronH", NEMOTRON),
     "nemotron-3": ("NemotronH", NEMOTRON | {"moe_latent_size": 20, "layers_block_type": _NEMOTRON_3}),
     "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
     "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
+    "qwen4": ("Qwen4ExpText", QWEN4),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
     "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
     "olmo-hybrid-rotated": (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.kits.driver import COMMON, VOCAB
 
-__all__ = ["PUBLISHED", "save_published"]
+__all__ = ["PUBLISHED", "save_published", "step3p5_stream"]
 
 Weights = Mapping[str, Tensor]
 Config = Mapping[str, Any]
@@ -69,7 +69,7 @@ STEP = {
     "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "moe_layers_enum": "1,2,3,4",
+    "moe_layers_enum": "1,2,3",
     "moe_num_experts": 6,
     "moe_top_k": 2,
     "moe_intermediate_size": 32,
@@ -382,7 +382,8 @@ def _xverse(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
     return _norm(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
 
 
-def _step3p5(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+def step3p5_stream(config: Config, weights: Weights, x: Tensor, layers: range) -> Tensor:
+    """The residual stream ``x`` [tokens, hidden] after some ``layers`` of Step 3.5."""
     eps, dim, window = config["rms_norm_eps"], config["head_dim"], config["sliding_window"]
 
     def normed(x: Tensor, module: str) -> Tensor:
@@ -408,8 +409,7 @@ def _step3p5(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
             rows.append(torch.stack(parts).sum(0) / own[taken].sum() * config["moe_router_scaling_factor"])
         return torch.stack(rows)
 
-    x = weights["model.embed_tokens.weight"][tokens]
-    for index in range(config["num_hidden_layers"]):
+    for index in layers:
         name, local = f"model.layers.{index}", config["layer_types"][index] == "sliding_attention"
         module, inputs = f"{name}.self_attn", normed(x, f"{name}.input_layernorm")
         queries, keys, values = (
@@ -429,7 +429,14 @@ def _step3p5(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
             x = x + experts(f"{name}.moe", inputs, limit) + mlp(f"{name}.share_expert", inputs, shared_limit)
         else:
             x = x + mlp(f"{name}.mlp", inputs, shared_limit)
-    return normed(x, "model.norm") @ weights["lm_head.weight"].T
+    return x
+
+
+def _step3p5(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    x = step3p5_stream(
+        config, weights, weights["model.embed_tokens.weight"][tokens], range(config["num_hidden_layers"])
+    )
+    return _norm(x, weights["model.norm.weight"] + 1, config["rms_norm_eps"]) @ weights["lm_head.weight"].T
 
 
 _FORWARD: dict[str, Callable[[Config, Weights, Tensor], Tensor]] = {

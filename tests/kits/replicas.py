@@ -6,16 +6,17 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from actors.engine.engine import Engine
 from actors.engine.replica import Replica
 from actors.faults import Fault, FaultPlan
 from actors.protocol.requests import SamplingParams
-from tests.kits.engines import rest
+from tests.kits.engines import rest, small_engine
 from tests.kits.waiting import PATIENCE, until
 
-__all__ = ["Answer", "Request", "all_decode", "kill", "outlives", "replicas", "tokens_of"]
+__all__ = ["Answer", "Request", "all_decode", "alone", "kill", "outlives", "replicas", "tokens_of"]
 
 Answer = dict[int, tuple[list[int], str]]
 """The tokens and the text of each choice."""
@@ -29,6 +30,20 @@ async def tokens_of(engine: Engine, prompt: Any, params: SamplingParams, adapter
         tokens, text = answer.get(delta.index, ([], ""))
         answer[delta.index] = ([*tokens, *delta.token_ids], text + delta.text)
     return answer
+
+
+_alone: dict[str, Answer] = {}
+
+
+async def alone(model: Path, prompts: Sequence[Any], params: SamplingParams, **options: Any) -> list[Answer]:
+    """The answer of one worker to each prompt, one prompt at a time. Each is computed once in a process."""
+    keys = [repr((model, prompt, params, options)) for prompt in prompts]
+    missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in _alone}
+    if missing:
+        async with small_engine(model, **options) as engine:
+            for key, prompt in missing.items():
+                _alone[key] = await tokens_of(engine, prompt, params)
+    return [_alone[key] for key in keys]
 
 
 def replicas(engine: Engine) -> list[Replica]:

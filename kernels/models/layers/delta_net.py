@@ -153,8 +153,8 @@ def _tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
     yield from linear(f"{module}.out_proj", (hidden, delta.values), by_inputs(delta.values, heads))
 
 
-def layer(builder: LayerBuilder, config: ModelConfig, module: str) -> GatedDeltaNet:
-    """The layer of ``tensors``."""
+def layer(builder: LayerBuilder, config: ModelConfig, module: str, sigmoid: bool = False) -> GatedDeltaNet:
+    """The layer of ``tensors``. ``sigmoid``: as ``GatedDeltaNet``."""
     delta, source = sizes(config), builder.source
     if delta.grouped:
         projection = builder.ordered(_ungrouped(delta), f"{module}.in_proj_qkvz", f"{module}.in_proj_ba")
@@ -174,6 +174,7 @@ def layer(builder: LayerBuilder, config: ModelConfig, module: str) -> GatedDelta
         CausalConvolution(source.take([f"{module}.conv1d.weight"])),
         builder.norm(f"{module}.norm", config.norm_eps),
         builder.row_parallel(f"{module}.out_proj"),
+        sigmoid=sigmoid,
     )
 
 

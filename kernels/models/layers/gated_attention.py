@@ -18,7 +18,7 @@ from kernels.models.layers.block import SelfAttention
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import TensorSpec, by_outputs
 
-__all__ = ["ApartGatedAttention", "GatedAttention", "tensors"]
+__all__ = ["ApartGatedAttention", "GatedAttention", "GatedHeads", "tensors"]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
@@ -31,8 +31,9 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
         yield spec
 
 
-class GatedAttention:
-    """The layer of ``tensors``, without a window. ``q_proj`` gives the queries and gates, head by head."""
+class GatedHeads:
+    """The heads of queries, ``count`` of them, of keys and of values, and the gates of the results. ``q_proj`` gives
+    the queries and gates, head by head. ``norm``: of query and key heads."""
 
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
@@ -41,11 +42,11 @@ class GatedAttention:
         order = [index * 2 * dim + place for index in range(heads) for place in head]
         order += [first + index * dim + place for index in range(kv_heads) for place in head]
         order += range(first + kv_heads * dim, first + 2 * kv_heads * dim)
-        self._width = len(order)
+        self._width, self._shape, self.count = len(order), (heads + 2 * kv_heads, dim), heads
         order += [index * 2 * dim + dim + place for index in range(heads) for place in range(dim)]
         names = (f"{module}.{part}_proj" for part in ("q", "k", "v"))
         self._inputs = builder.ordered(order, *names)
-        norm = builder.head_norms(
+        self.norm = builder.head_norms(
             f"{module}.q_norm",
             f"{module}.k_norm",
             heads,
@@ -54,15 +55,29 @@ class GatedAttention:
             order=head,
             offset=config.norm_offset,
         )
-        self._inner = SelfAttention(builder, config, lambda heads: heads, lambda result: result, 0, norm=norm)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` [tokens, hidden] -> heads [tokens, heads + 2 * kv_heads, dim], gates [tokens, heads * dim]."""
+        heads, gates = self._inputs(x).tensor_split((self._width,), 1)
+        return heads.contiguous().view(-1, *self._shape), gates
+
+
+class GatedAttention:
+    """The layer of ``tensors``, without a window."""
+
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
+        self._heads = GatedHeads(builder, config, module)
+        self._inner = SelfAttention(
+            builder, config, lambda heads: heads, lambda result: result, 0, norm=self._heads.norm
+        )
         self._output = builder.row_parallel(f"{module}.o_proj")
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
-        heads, gates = self._inputs(x).tensor_split((self._width,), 1)
-        result = self._inner(heads.contiguous(), cos, sin, cache, batch, wanted)
+        heads, gates = self._heads(x)
+        result = self._inner(heads, cos, sin, cache, batch, wanted)
         if wanted is not None:
             gates = gates.index_select(0, wanted)
         return self._output(result * torch.sigmoid(gates))

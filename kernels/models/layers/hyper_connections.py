@@ -1,100 +1,76 @@
-"""Hyper-connections between layers (Zhu et al., arXiv 2409.19606), as DeepSeek V4 constrains them: the residual is
-several streams, of which each half of a layer reads one mixture and adds its result to all.
+"""Hyper-connections (Zhu et al., arXiv 2409.19606) of Qwen 4: several residual streams, which gates mix into the input
+of a layer, and into which the layer's result is injected.
 
-    pre, post, mix = weights(streams);   x = sum(pre[i] * streams[i])
-    streams[i] = post[i] * half(x) + sum over j of  mix[j, i] * streams[j]
+    n = norm(h), each stream by itself;   x = mean over streams of  sigmoid(up(silu(down(n) / count))) * n
+    h = h + 2 * sigmoid(inject(n) / count) * layer(x), each stream by a gate of its own
 
-Rows and columns of ``mix`` add up to one (Sinkhorn and Knopp's iteration).
+``h`` [tokens, count * hidden]: the streams, one after the other. Every rank has all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.core.operators import Norm
 from kernels.models.layers.builder import LayerBuilder
-from kernels.weights.tensors import Role, TensorSpec
+from kernels.weights.tensors import Role, TensorSpec, linear, norm
 
-__all__ = ["HyperConnection", "HyperHead", "StreamConfig", "head_tensors", "tensors"]
-
-
-@dataclass(frozen=True)
-class StreamConfig:
-    """``count`` residual streams. ``iterations``: that make the mixture doubly stochastic. ``eps``: added to weights
-    and to sums that divide; ``norm_eps``: of the norm of all streams."""
-
-    count: int
-    iterations: int
-    eps: float
-    norm_eps: float
+__all__ = ["StreamMixer", "inject", "stream_norm", "tensors"]
 
 
-def tensors(sizes: StreamConfig, module: str, hidden: int) -> Iterator[TensorSpec]:
-    """The weights of one half of a layer."""
-    count = (2 + sizes.count) * sizes.count
-    yield TensorSpec(f"{module}.fn", (count, sizes.count * hidden), Role.WIDE)
-    yield TensorSpec(f"{module}.base", (count,), Role.WIDE)
-    yield TensorSpec(f"{module}.scale", (3,), Role.WIDE)
+def tensors(module: str, hidden: int, count: int, rank: int, injects: bool = True) -> Iterator[TensorSpec]:
+    """The norm, both projections of the gates, and that of the injection if there is one."""
+    width = count * hidden
+    yield norm(f"{module}.hc_norm", width)
+    yield from linear(f"{module}.input_mix_weight_down", (rank, width))
+    yield from linear(f"{module}.input_mix_weight_up", (width, rank))
+    if injects:
+        yield from linear(f"{module}.block_inject_weight", (count, width), role=Role.ROUTER)
 
 
-def head_tensors(sizes: StreamConfig, module: str, hidden: int) -> Iterator[TensorSpec]:
-    """The weights of the mixture that the head reads."""
-    yield TensorSpec(f"{module}.hc_fn", (sizes.count, sizes.count * hidden), Role.WIDE)
-    yield TensorSpec(f"{module}.hc_base", (sizes.count,), Role.WIDE)
-    yield TensorSpec(f"{module}.hc_scale", (1,), Role.WIDE)
+def stream_norm(builder: LayerBuilder, module: str, count: int, eps: float) -> Norm:
+    """A norm of [tokens, count, hidden] over each stream, whose weight [count * hidden] lacks 1."""
+    weight, elementwise = builder.source.take([f"{module}.weight"]), builder.ops.elementwise
+    wide = (weight.float() + 1).view(count, -1)
+    return elementwise.make_norm(wide if elementwise.float_weights else wide.to(weight.dtype), eps)
 
 
-class HyperConnection:
-    """The streams around one half of a layer."""
+class StreamMixer:
+    """Mixes ``count`` streams into one, by the tensors of ``module``. As a ``Norm``, where there is no injection."""
 
-    def __init__(self, builder: LayerBuilder, sizes: StreamConfig, module: str) -> None:
-        self.sizes, take = sizes, builder.source.take
-        self.weight, self.base = take([f"{module}.fn"]), take([f"{module}.base"])
-        parts = torch.tensor([sizes.count, sizes.count, sizes.count**2], device=self.base.device)
-        self.scale = take([f"{module}.scale"]).repeat_interleave(parts)
+    def __init__(self, builder: LayerBuilder, module: str, count: int, eps: float, injects: bool = True) -> None:
+        self._count, self._norm = count, stream_norm(builder, f"{module}.hc_norm", count, eps)
+        self._down = builder.linear(f"{module}.input_mix_weight_down")
+        self._up = builder.linear(f"{module}.input_mix_weight_up")
+        self._inject = builder.linear(f"{module}.block_inject_weight") if injects else None
 
-    def read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``streams`` [tokens, count, hidden] -> what the half reads [tokens, hidden], and what ``write`` needs."""
-        sizes, count = self.sizes, self.sizes.count
-        logits = F.linear(_normed(streams, sizes.norm_eps), self.weight) * self.scale + self.base
-        pre, post, mix = logits.split([count, count, count**2], 1)
-        shares = mix.view(-1, count, count).softmax(-1) + sizes.eps
-        shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
-        for _ in range(sizes.iterations - 1):
-            shares = shares / (shares.sum(-1, keepdim=True) + sizes.eps)
-            shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
-        return _mixed(pre.sigmoid() + sizes.eps, streams), 2 * post.sigmoid(), shares
+    def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """``streams`` [tokens, count * hidden] -> [tokens, hidden], and the gates [tokens, count] of ``inject``."""
+        assert self._inject is not None, "made with an injection"
+        normed = self._normed(streams)
+        return self._mixed(normed), 2 * torch.sigmoid(self._inject(normed.flatten(1)) / self._count)
 
-    def write(self, streams: Tensor, result: Tensor, post: Tensor, shares: Tensor) -> Tensor:
-        """The streams after the half's ``result`` [tokens, hidden]."""
-        dtype = streams.dtype
-        mixed = torch.bmm(shares.to(dtype).transpose(1, 2), streams)
-        return mixed.add_(post.to(dtype).unsqueeze(2) * result.unsqueeze(1))
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, count * hidden] -> [tokens, hidden]."""
+        return self._mixed(self._normed(x))
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Norm``."""
+        total = x + residual
+        return self(total), total
 
-class HyperHead:
-    """The mixture of streams that the head reads."""
+    def _normed(self, streams: Tensor) -> Tensor:
+        return self._norm(streams.unflatten(1, (self._count, -1)))
 
-    def __init__(self, builder: LayerBuilder, sizes: StreamConfig, module: str) -> None:
-        self.sizes, take = sizes, builder.source.take
-        self.weight, self.base, self.scale = (take([f"{module}.hc_{part}"]) for part in ("fn", "base", "scale"))
-
-    def __call__(self, streams: Tensor) -> Tensor:
-        """``streams`` [tokens, count, hidden] -> [tokens, hidden]."""
-        logits = F.linear(_normed(streams, self.sizes.norm_eps), self.weight) * self.scale + self.base
-        return _mixed(logits.sigmoid() + self.sizes.eps, streams)
+    def _mixed(self, normed: Tensor) -> Tensor:
+        low = F.silu(self._down(normed.flatten(1)) / self._count)
+        return (torch.sigmoid(self._up(low)).view_as(normed) * normed).mean(1)
 
 
-def _normed(streams: Tensor, eps: float) -> Tensor:
-    """All streams of each token, float32 [tokens, count * hidden], divided by their root mean square."""
-    wide = streams.flatten(1).float()
-    return wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
-
-
-def _mixed(weights: Tensor, streams: Tensor) -> Tensor:
-    """The sum of ``streams`` times ``weights`` float32 [tokens, count]."""
-    return torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
+def inject(streams: Tensor, result: Tensor, gates: Tensor) -> Tensor:
+    """``streams`` [tokens, count * hidden] with a layer's ``result`` [tokens, hidden], by ``gates`` [tokens, count]."""
+    return streams + (result.unsqueeze(1) * gates.unsqueeze(2)).flatten(1)

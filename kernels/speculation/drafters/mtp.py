@@ -3,19 +3,25 @@
 
     state = final_norm(layer(projection(embedding and feature, each behind a norm of its own)))
 
-The feature is the target's last hidden state after its final norm; the target's head turns the state into logits. A
-single head runs once for each draft token, as EAGLE's does. Several heads (``MultiHeads``) run once each a draft: head
-k drafts the token k + 2 positions on. It joins the state of head k - 1 at position i (head 0: the target's feature)
-with the token at position i + k + 1, so its last k positions wait for tokens that are not known yet. A draft runs these
-positions with the tokens of the heads before; the next observation runs them again with the known tokens.
+The feature is the target's last hidden state after its final norm, of Step 3.5 before it; the target's head turns the
+state into logits, of Step 3.5 the head's own, behind ``final_norm``. A single head runs once for each draft token, as
+EAGLE's does. Several heads (``MultiHeads``) run once each a draft: head k drafts the token k + 2 positions on. It joins
+the state of head k - 1 at position i (head 0: the target's feature) with the token at position i + k + 1, so its last k
+positions wait for tokens that are not known yet. A draft runs these positions with the tokens of the heads before; the
+next observation runs them again with the known tokens.
 
 Public layouts, in the target's checkpoint or in a separate one:
 
 * DeepSeek-V3's: ``model.layers.N`` with ``enorm``, ``hnorm``, ``eh_proj`` of embedding | feature, ``shared_head.norm``;
 * MiMo's: ``model.mtp_layers.i`` with ``token_layernorm``, ``hidden_layernorm``, ``input_proj`` of feature | embedding,
   ``final_layernorm``;
+* Step 3.5's: as DeepSeek's, with ``transformer.shared_head.norm`` and an output ``transformer.shared_head.output`` of
+  each head. The layer is the target's; states are not normed before they are read;
+* ERNIE 4.5's: ``model.mtp_block.i`` without experts, ``mtp_emb_norm.i``, ``mtp_hidden_norm.i``, ``mtp_linear_proj.i``
+  of embedding | feature; no norm follows;
 * Qwen3-Next's: ``mtp.layers.i``; beside it ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden``, ``mtp.fc`` of
-  embedding | feature, ``mtp.norm``. The layer is the target's with attention.
+  embedding | feature, ``mtp.norm``. The layer is the target's with attention. K-EXAONE's names are the same; its layer
+  is the target's first one, which has no experts.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.errors import ConfigError, LoadError
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
@@ -38,8 +45,13 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.prepared import VerifyOutputs
+from kernels.distributed.group import Group
+from kernels.models import step3p5
 from kernels.models.config import ModelConfig
+from kernels.models.layers.block import Block
 from kernels.models.layers.delta_net import DeltaConfig
+from kernels.models.layers.vocabulary import VocabularyHead
+from kernels.models.step3p5 import Step3p5Config
 from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.drafters.heads import (
@@ -55,9 +67,9 @@ from kernels.speculation.expansion import observed_rows
 from kernels.speculation.load import DraftCheckpoint, DraftWeights, layer_tensors, need_same_hidden_size, plain
 from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
-from kernels.weights.tensors import Tensors, TensorSpec
+from kernels.weights.tensors import Tensors, TensorSpec, output, table_of
 
-__all__ = ["DEEPSEEK", "MIMO", "QWEN", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
+__all__ = ["DEEPSEEK", "ERNIE", "EXAONE", "MIMO", "QWEN", "STEP", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
 
 
 class MultiHeads(Drafter):
@@ -177,13 +189,16 @@ class MultiHeads(Drafter):
         return self._put(pages[rows, positions // page_size] * np.int64(page_size) + positions % page_size)
 
     def _plans(self, rows: AttentionRows) -> dict[int, Any]:
-        return {0: self._context.device.attention.plan(rows, 0)}
+        (window,) = self._heads[0].config.windows
+        return {window: self._context.device.attention.plan(rows, window)}
 
 
 @dataclass(frozen=True)
 class Layout:
     """Names of a head's parts. ``token_first``: whether the projection reads the token before the state. ``unused``:
     copies of the target's tensors. ``beside``: the module of all parts but the layer itself; empty: the layer.
+    ``output``: the module of its logits; empty: they are the target's. ``numbered``: whether the head's number follows
+    the name of each part. ``last_norm`` "": there is none.
     """
 
     layers: str
@@ -194,23 +209,31 @@ class Layout:
     token_first: bool
     unused: tuple[str, ...] = ()
     beside: str = ""
+    output: str = ""
+    numbered: bool = False
 
     def weight(self, prefix: str, part: str) -> str:
         """The tensor of a ``part`` of the head ``prefix``."""
+        if self.numbered:
+            return f"{part}.{prefix.rpartition('.')[2]}.weight"
         return f"{self.beside or prefix}.{part}.weight"
 
 
 DEEPSEEK = Layout(
     "layers", "enorm", "hnorm", "eh_proj", "shared_head.norm", True, ("embed_tokens.weight", "shared_head.head.weight")
 )
+STEP = replace(DEEPSEEK, last_norm="transformer.shared_head.norm", unused=(), output="transformer.shared_head.output")
 MIMO = Layout("mtp_layers", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False)
+ERNIE = Layout("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", True, numbered=True)
 QWEN = Layout("mtp.layers", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, beside="mtp")
+EXAONE = replace(QWEN)
 
 
 def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, list[str]]:
     """The layout, and the heads' names in order. Raises LoadError where there are none, ConfigError for a target whose
     heads are not built."""
-    if target.norm_offset and not isinstance(target.recurrence, DeltaConfig):
+    step = isinstance(target, Step3p5Config)
+    if target.norm_offset and not isinstance(target.recurrence, DeltaConfig) and not step:
         raise ConfigError(
             f"the heads for later tokens of {target.architecture} are not run, as their norms add to their weights; "
             "use --speculative-algorithm NGRAM"
@@ -219,16 +242,21 @@ def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, lis
         if isinstance(target.recurrence, DeltaConfig):
             return QWEN, [f"{QWEN.layers}.0"]
         count = int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
+        if step:
+            return STEP, [f"{STEP.layers}.{target.layers + index}" for index in range(count)]
         return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
-    for layout in (DEEPSEEK, MIMO, QWEN):
-        part = "input_layernorm" if layout.beside else layout.projection
+    for layout in (STEP,) if step else (DEEPSEEK, MIMO, ERNIE, QWEN):
+        part = "input_layernorm" if layout.beside or layout.numbered else layout.projection
         pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\.{part}")
         result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
-        if result:
+        if result and (not layout.beside or f"{layout.beside}.{layout.projection}" in checkpoint.modules):
+            if layout is QWEN and not isinstance(target.recurrence, DeltaConfig):
+                layout = EXAONE
             return layout, [f"{layout.layers}.{index}" for index in result]
     raise LoadError(
         f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
-        "model.mtp_layers.N.input_proj nor mtp.fc; give --speculative-draft-model-path, or use another algorithm"
+        "model.mtp_layers.N.input_proj nor model.mtp_block.N nor mtp.fc; give --speculative-draft-model-path, or use "
+        "another algorithm"
     )
 
 
@@ -242,6 +270,15 @@ class MtpHead(HeadModel):
         self.state_norm = self.norm(layout.weight(prefix, layout.state_norm))
         projection = weights.projection([layout.weight(prefix, layout.projection).removesuffix(".weight")])
         self.projection = context.device.linear.make_projection(projection, None)
+        self.last_norm = self.norm(layout.weight(prefix, layout.last_norm)) if layout.last_norm else None
+        self.block: Block | None = None
+        if isinstance(self.config, Step3p5Config):
+            self.block = step3p5.layer(self.config, weights.builder, 0, prefix)
+            rows, group = weights.take([f"{prefix}.{layout.output}.weight"]), context.group
+            if self.ids is not None:
+                rows, group = rows.index_select(0, self.ids), Group()
+            self.ends.head = VocabularyHead(group, context.device.linear.make_dense(rows, None))
+            return
         self.input_norm = self.norm(f"{prefix}.input_layernorm.weight")
         self.layer: HeadLayer | SparseHeadLayer | GatedHeadLayer
         if layout is QWEN:
@@ -250,7 +287,6 @@ class MtpHead(HeadModel):
             self.layer = SparseHeadLayer(weights, prefix, context)
         else:
             self.layer = HeadLayer(weights, prefix, context)
-        self.last_norm = self.norm(layout.weight(prefix, layout.last_norm))
 
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
         cos, sin = self.rotary(batch.positions)
@@ -258,8 +294,16 @@ class MtpHead(HeadModel):
         both = (self.ends.embed(batch.token_ids), self.token_norm), (states, self.state_norm)
         first, second = both if self.token_first else both[::-1]
         residual = self.projection(self.device.elementwise.norm_pair(*first, *second))
+        if self.block is not None:
+            return self.device.elementwise.add_pending(*self.block(None, residual, cos, sin, cache, batch))
         x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
+        if self.last_norm is None:
+            return self.device.elementwise.add_pending(x, residual)
         return norm_of_sum(self.last_norm, x, residual)[0]
+
+    def logits(self, states: Tensor) -> Tensor:
+        final = None if self.block is None else self.last_norm
+        return super().logits(states if final is None else final(states))
 
 
 class MtpModel:
@@ -280,24 +324,45 @@ class MtpModel:
         tensors: dict[str, TensorSpec] = {}
         for prefix in prefixes:
             tensors |= _tensors(checkpoint, layout, prefix, whole, context.full_config.vocab_size)
+            if layout.output:  # with a token map it is whole, and some of its rows are taken
+                spec = output(f"{prefix}.{layout.output}", context.full_config.vocab_size, whole.hidden_size)
+                tensors[spec.name] = replace(spec, split=None) if context.settings.token_map else spec
         self.weights = DraftWeights(context, checkpoint, tensors, whole)
         self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
 
 
 def _config(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, target: ModelConfig) -> ModelConfig:
     """The sizes of one head."""
+    if isinstance(target, Step3p5Config):
+        return step3p5.head_config(checkpoint.raw, int(prefix.rpartition(".")[2]))
     if layout is QWEN:
         experts = None if target.experts is None else replace(target.experts, layers=frozenset((0,)))
         return replace(target, layers=1, windows=(0,), experts=experts, recurrence=None, recurrent=frozenset())
+    if layout is EXAONE:
+        return _first_layer(checkpoint, target)
     # A head has experts as the last layers do, and an indexer of its own.
     own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
-    return checkpoint.config(target.architecture, 1, prefix, layer_types=None, sliding_window=None, **own)
+    result = checkpoint.config(target.architecture, 1, prefix, layer_types=None, sliding_window=None, **own)
+    return replace(result, experts=None) if layout is ERNIE else result
+
+
+def _first_layer(checkpoint: DraftCheckpoint, target: ModelConfig) -> ModelConfig:
+    """The sizes of a head that is as the target's first layer; ``mtp_layer_types`` may say that it has no window, then
+    it rotates no heads unless all layers do."""
+    kinds, window, rope = checkpoint.raw.get("mtp_layer_types"), target.windows[0], target.ropes.get(0, target.rope)
+    if isinstance(kinds, list) and kinds[:1] == ["full_attention"]:
+        full = next((layer for layer, other in enumerate(target.windows) if not other), None)
+        window, rope = 0, rope if full is None else target.ropes.get(full, target.rope)
+    return replace(target, layers=1, windows=(window,), experts=None, rope=rope, ropes={})
 
 
 def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: ModelConfig, vocab: int) -> Tensors:
     hidden = config.hidden_size
-    result = dict(gated_tensors(config, prefix) if layout is QWEN else layer_tensors(config, prefix))
-    for norm in (layout.token_norm, layout.state_norm, layout.last_norm):
+    if isinstance(config, Step3p5Config):
+        result = table_of(step3p5.head_tensors(config, prefix))
+    else:
+        result = dict(gated_tensors(config, prefix) if layout is QWEN else layer_tensors(config, prefix))
+    for norm in filter(None, (layout.token_norm, layout.state_norm, layout.last_norm)):
         result |= plain(layout.weight(prefix, norm), hidden)
     result |= plain(layout.weight(prefix, layout.projection), hidden, 2 * hidden)
     for name in layout.unused:
@@ -311,6 +376,10 @@ class MtpDrafter(Drafter):
 
     features = True
     stepwise = True
+
+    @classmethod
+    def captured_layers(cls, settings: SpeculativeSettings, model: ModelConfig) -> tuple[int, ...]:
+        return (model.layers - 1,) if isinstance(model, Step3p5Config) else ()
 
     def __init__(self, context: DrafterContext) -> None:
         settings = context.settings

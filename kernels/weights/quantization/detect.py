@@ -16,6 +16,7 @@ from kernels.weights.quantization.compressed_settings import import_package
 from kernels.weights.quantization.fp8 import Fp8
 from kernels.weights.quantization.gguf_files import GgufScheme
 from kernels.weights.quantization.gptq import Gptq
+from kernels.weights.quantization.modelopt import ModelOpt
 from kernels.weights.quantization.modelslim import ModelSlim, description_file, read_description
 from kernels.weights.quantization.mxfp4 import Mxfp4
 from kernels.weights.quantization.online import ONLINE, Online
@@ -29,11 +30,16 @@ METHODS: dict[str, Reader] = {
     "auto-round": AutoRound,
     "awq": Awq,
     "compressed-tensors": Compressed,
+    "fbgemm_fp8": Fp8,
     "fp8": Fp8,
     "gptq": Gptq,
+    "modelopt": ModelOpt,
     "mxfp4": Mxfp4,
 }
 """Makers of schemes by the ``quant_method`` of quantization_config. They raise ConfigError."""
+
+
+_MODELOPT = ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
 
 
 def detect_scheme(model_path: str | Path, flag: str, overrides: str = "{}") -> Scheme | None:
@@ -58,6 +64,7 @@ def detect_scheme(model_path: str | Path, flag: str, overrides: str = "{}") -> S
     if not isinstance(settings, dict):
         raise ConfigError(f"config.json: quantization_config must be an object, and is {settings!r}")
     method = str(settings.get("quant_method", ""))
+    method = "modelopt" if method in _MODELOPT else method
     if method not in METHODS:
         raise ConfigError(
             f"this checkpoint is quantized by {method or 'a method that its quantization_config does not name'}; those "

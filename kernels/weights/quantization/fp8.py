@@ -4,7 +4,9 @@ A weight has ``weight_scale`` for the whole tensor or each output, or ``weight_s
 columns] for blocks of ``weight_block_size`` (DeepSeek-V3, arXiv 2412.19437, section 3.3). Despite the second name,
 ``weight = values * scale`` in both.
 
-``activation_scheme``: dynamic, or static with an ``input_scale`` for each projection.
+``activation_scheme``: dynamic, or static with an ``input_scale`` for each projection. ``quant_method: fbgemm_fp8``
+(Llama 3.1 405B) is the same with a scale for each output; its ``activation_scale_ub`` cuts off large inputs, which are
+kept here.
 """
 
 from __future__ import annotations

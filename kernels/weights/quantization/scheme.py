@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import Tensors, TensorSpec
 
-__all__ = ["Files", "Scheme", "StoredTensor"]
+__all__ = ["AsStored", "Files", "Scheme", "StoredTensor"]
 
 
 @dataclass(frozen=True)
@@ -73,3 +73,28 @@ class Scheme(ABC):
     def ignores(self, name: str, tensors: Tensors) -> bool:
         """Whether to ignore the stored tensor ``name``, which is none of the model's ``tensors``."""
         return False
+
+
+class AsStored(Scheme):
+    """``scheme``, except for the weights ``floats``, which are stored without it."""
+
+    def __init__(self, scheme: Scheme, floats: frozenset[str]) -> None:
+        self.name, self._scheme, self._floats = scheme.name, scheme, floats
+
+    def adapt(self, tensors: Tensors) -> Tensors:
+        return self._scheme.adapt(tensors)
+
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
+        return None if weight.name in self._floats else self._scheme.tensors(weight)
+
+    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
+        return self._scheme.read(files, weight)
+
+    def keeps_table(self, table: TensorSpec) -> bool:
+        return self._scheme.keeps_table(table)
+
+    def convert(self, weight: TensorSpec, floats: Tensor) -> QuantizedWeight | None:
+        return self._scheme.convert(weight, floats)
+
+    def ignores(self, name: str, tensors: Tensors) -> bool:
+        return self._scheme.ignores(name, tensors)

@@ -19,10 +19,10 @@ from actors.protocol.requests import SamplingParams
 from tests.kits.driver import COMMON, INDEXED
 from tests.kits.engines import rest, small_engine
 from tests.kits.nodes import cluster
-from tests.kits.replicas import all_decode, kill, outlives, tokens_of
+from tests.kits.replicas import all_decode, alone, kill, outlives, tokens_of
 from tests.kits.waiting import PATIENCE, until
 
-PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS: list[Any] = ["The lazy dog", list(range(30, 180)), [7, 8, 9], [*range(30, 130), *range(200, 290)]]
 MODEL: dict[str, Any] = {
     **COMMON,
@@ -47,8 +47,8 @@ async def prompt_logprobs(engine: Engine) -> list[float | None]:
 async def test_context_parallel_workers_give_the_tokens_of_one(tiny_model: Path) -> None:
     """In chunks beside decodes, behind prefixes in the cache, and when a worker is killed."""
     options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "json_model_override_args": MODEL}
+    expected = await alone(tiny_model, PROMPTS, PARAMS, **options)
     async with small_engine(tiny_model, **options) as engine:
-        expected = [await tokens_of(engine, prompt, PARAMS) for prompt in PROMPTS]
         scored = await prompt_logprobs(engine)
     assert len({str(answer) for answer in expected}) == len(expected)
     async with small_engine(tiny_model, tp=2, enable_nsa_prefill_context_parallel=True, **options) as engine:
@@ -87,17 +87,21 @@ NPU = pytest.mark.skipif(
 async def test_requests_outlive_faults_of_context_parallel_workers(
     tiny_model: Path, device: str, faults: list[Fault | tuple[int, int]]
 ) -> None:
-    options: dict[str, Any] = {"load_format": "dummy", "json_model_override_args": MODEL, "tp": 2}
-    options |= {"enable_nsa_prefill_context_parallel": True, "watchdog_timeout": 5.0 if device == "cpu" else 30.0}
+    options: dict[str, Any] = {"load_format": "dummy", "json_model_override_args": MODEL}
+    params, expected = PARAMS, None
     if device == "npu":
         options |= {"npu_simulator": "A2", "disable_cuda_graph": True, "cpu_threads": None, "page_size": 128}
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     else:
         options["device"] = "cpu"
-    params = PARAMS if device == "cpu" else SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        expected = await alone(tiny_model, PROMPTS, params, **options)
+    options |= {"tp": 2, "enable_nsa_prefill_context_parallel": True}
+    options["watchdog_timeout"] = 5.0 if device == "cpu" else 30.0
     requests = [(each, None) for each in PROMPTS]
     with FaultPlan() as plan:
         async with small_engine(tiny_model, faults=plan, **options) as engine:
-            expected = [await tokens_of(engine, prompt, params) for prompt in PROMPTS]
+            if expected is None:
+                expected = [await tokens_of(engine, prompt, params) for prompt in PROMPTS]
             for fault in faults:
                 await outlives(engine, plan, requests, params, expected, fault)
 
@@ -106,14 +110,14 @@ async def test_requests_outlive_faults_of_context_parallel_workers(
 async def test_context_parallel_requests_outlive_the_loss_of_a_node(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "json_model_override_args": MODEL, "tp": 2}
-    options |= {"enable_nsa_prefill_context_parallel": True, "standby_worker": False}
+    options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "json_model_override_args": MODEL}
+    expected = await alone(tiny_model, PROMPTS, PARAMS, **options)
+    options |= {"tp": 2, "enable_nsa_prefill_context_parallel": True}
     with cluster(tmp_path, monkeypatch) as nodes:
         command = ["--model-path", str(tiny_model), "--device=cpu", "--tp=2", "--load-format=dummy"]
         command += [f"--json-model-override-args={json.dumps(MODEL)}", "--enable-nsa-prefill-context-parallel"]
         other = nodes.start(*command)
         async with small_engine(tiny_model, **options, **nodes.options) as engine:
-            expected = [await tokens_of(engine, prompt, PARAMS) for prompt in PROMPTS]
             readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
             await all_decode(engine, len(PROMPTS))
             other.signal(signal.SIGKILL)

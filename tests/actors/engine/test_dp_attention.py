@@ -16,11 +16,11 @@ from actors.runtime import ChildCrash
 from kernels.contract.topology import Rank
 from tests.kits.adapters import adapted_modules, merged, save_adapter
 from tests.kits.engines import rest, small_engine
-from tests.kits.replicas import all_decode, kill, replicas, tokens_of
+from tests.kits.replicas import all_decode, alone, kill, replicas, tokens_of
 from tests.kits.returned_values import make_sparse_model
 from tests.kits.waiting import PATIENCE
 
-PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PROMPTS: list[Any] = [*(f"The lazy dog {i}" for i in range(5)), list(range(30, 180)), [7, 8, 9], list(range(30, 190))]
 
 
@@ -33,14 +33,9 @@ def shared(model: Path, tp: int = 2, **keywords: Any) -> Engine:
     return small_engine(model, tp=tp, dp=2, enable_dp_attention=True, **keywords)
 
 
-async def alone(model: Path, prompts: list[Any], params: SamplingParams = PARAMS) -> list[Any]:
-    async with small_engine(model) as engine:
-        return [await tokens_of(engine, prompt, params) for prompt in prompts]
-
-
 async def test_replicas_that_share_experts_generate_what_one_device_does(model: Path) -> None:
     """Also with one of them idle, in chunks, and with prompts that lie in the prefix cache."""
-    expected = await alone(model, PROMPTS)
+    expected = await alone(model, PROMPTS, PARAMS)
     async with shared(model) as engine:
         assert [worker.rank for worker in engine.worker_ids.values()] == [Rank(dp=0), Rank(dp=1)]
         assert await tokens_of(engine, PROMPTS[5], PARAMS) == expected[5]
@@ -57,7 +52,7 @@ async def test_replicas_that_share_experts_generate_what_one_device_does(model: 
 
 
 async def test_four_ranks_divide_two_attentions(model: Path) -> None:
-    expected = await alone(model, PROMPTS[:4])
+    expected = await alone(model, PROMPTS[:4], PARAMS)
     async with shared(model, tp=4) as engine:
         assert [worker.rank for worker in engine.worker_ids.values()] == [
             *(Rank(dp=0, tp=0), Rank(dp=0, tp=1), Rank(dp=1, tp=0), Rank(dp=1, tp=1))
@@ -69,11 +64,10 @@ async def test_four_ranks_divide_two_attentions(model: Path) -> None:
 
 async def test_rows_travel_to_their_experts_and_outlive_a_worker(model: Path) -> None:
     """In chunks, with prompts that lie in the prefix cache, and one part idle at first."""
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    expected = await alone(model, PROMPTS, params)
+    expected = await alone(model, PROMPTS, PARAMS)
     async with shared(model, moe_a2a_backend="deepep") as engine:
-        assert await tokens_of(engine, PROMPTS[5], params) == expected[5]
-        readers = [asyncio.create_task(tokens_of(engine, prompt, params)) for prompt in PROMPTS]
+        assert await tokens_of(engine, PROMPTS[5], PARAMS) == expected[5]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         kill(engine, 1)
         async with asyncio.timeout(PATIENCE):
@@ -84,10 +78,9 @@ async def test_rows_travel_to_their_experts_and_outlive_a_worker(model: Path) ->
 
 
 async def test_a_scheduler_that_dies_does_not_stop_the_other(model: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
-    expected = await alone(model, PROMPTS, params)
+    expected = await alone(model, PROMPTS, PARAMS)
     async with shared(model) as engine:
-        readers = [asyncio.create_task(tokens_of(engine, prompt, params)) for prompt in PROMPTS]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         assert engine._system is not None
         engine._system.crash_actor(replicas(engine)[1].scheduler, ChildCrash("a test"))
@@ -125,10 +118,9 @@ async def test_parts_draft_for_their_own_requests(model: Path, algorithm: str, t
     options: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 5}
     if algorithm == "STANDALONE":
         options |= {"speculative_draft_model_path": str(model), "speculative_num_steps": 4}
-    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    expected = await alone(model, PROMPTS, params)
+    expected = await alone(model, PROMPTS, PARAMS)
     async with shared(model, tp, **options) as engine:
-        readers = [asyncio.create_task(tokens_of(engine, prompt, params)) for prompt in PROMPTS]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         kill(engine, 1)
         async with asyncio.timeout(PATIENCE):
@@ -139,7 +131,7 @@ async def test_parts_draft_for_their_own_requests(model: Path, algorithm: str, t
 
 
 async def test_only_the_harmful_request_of_a_replica_fails(model: Path) -> None:
-    expected = await alone(model, PROMPTS[:5])
+    expected = await alone(model, PROMPTS[:5], PARAMS)
     with FaultPlan(Fault("decode", "kill", mark=7)) as plan:
         async with shared(model, faults=plan) as engine:
             readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in [*PROMPTS[:5], [7] * 20]]

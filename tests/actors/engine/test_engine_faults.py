@@ -37,6 +37,7 @@ from actors.runtime import ActorSystem
 from actors.text.incremental_text import IncrementalText
 from tests.kits import engines
 from tests.kits.engines import halt_in_a_step, rest
+from tests.kits.replicas import alone
 from tests.kits.tiny_model import make_tiny_model
 from tests.kits.waiting import PATIENCE, until
 
@@ -77,12 +78,12 @@ def worker_pid(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("victims", [("scheduler",), ("cache",), ("worker", "scheduler"), ("worker", "detokenizer")])
-async def test_no_step_is_owed_after_a_restart(engine: Engine, victims: tuple[str, ...]) -> None:
-    expected = await text_of(engine, "Once upon", LONG)
+async def test_no_step_is_owed_after_a_restart(engine: Engine, tiny_model: Path, victims: tuple[str, ...]) -> None:
+    [answer] = await alone(tiny_model, ["Once upon"], LONG)
     reader = asyncio.create_task(text_of(engine, "Once upon", LONG))
     await until(lambda: engine.board.oldest_step_sent is not None, "no step was sent")
     crash(engine, *victims)
-    assert await reader == expected
+    assert await reader == answer[0][1]
     await rest(engine)
     assert engine.board.step_age(time.monotonic()) == 0.0
     assert engine.health().ok
@@ -113,9 +114,9 @@ async def test_a_worker_that_does_not_answer_is_replaced(tiny_model: Path) -> No
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 async def test_a_harmful_request_ends_and_no_other_does(tiny_model: Path, stage: Any) -> None:
     others = ["The lazy dog", "Once upon a time", [1, 2, 3, 4], list(range(10, 60)), [8] * 9]
+    expected = [answer[0][1] for answer in await alone(tiny_model, others, LONG)]
     with FaultPlan(Fault(stage, "kill", mark=7)) as plan:
         async with small_engine(tiny_model, faults=plan) as engine:
-            expected = [await text_of(engine, prompt, LONG) for prompt in others]
             streams = [engine.generate(prompt, LONG) for prompt in [*others, [7] * 20]]
             ends = await asyncio.gather(*[read_out(stream) for stream in streams], return_exceptions=True)
             assert isinstance(ends[-1], RequestFailed)

@@ -20,8 +20,8 @@ from tests.kits.returned_values import make_sparse_model
 from tests.kits.waiting import PATIENCE
 
 PROMPTS = [list(range(30, 130)), list(range(30, 120)), [5, 6, 7]]  # chunks of 64 tokens, and a prefix of the first
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -23,21 +23,15 @@ from actors.runtime import ChildCrash
 from app.understudy import MODEL_DIR
 from kernels.contract.topology import Rank
 from tests.kits.engines import rest, small_engine
-from tests.kits.replicas import Answer, all_decode, kill, replicas, tokens_of
+from tests.kits.replicas import all_decode, alone, kill, replicas, tokens_of
 from tests.kits.waiting import until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPTS = [f"The lazy dog {i}" for i in range(8)]
 
 
-async def alone(model: Path, prompts: list[Any], params: SamplingParams = PARAMS) -> list[Answer]:
-    """The tokens of an engine with one replica."""
-    async with small_engine(model) as engine:
-        return [await tokens_of(engine, prompt, params) for prompt in prompts]
-
-
 async def test_requests_of_a_dead_replica_go_on_in_the_other(tiny_model: Path) -> None:
-    expected = await alone(tiny_model, PROMPTS)
+    expected = await alone(tiny_model, PROMPTS, PARAMS)
     async with small_engine(tiny_model, dp=2) as engine:
         assert [worker["name"] for worker in engine.describe()["workers"]] == ["worker-0", "worker-1"]
         assert [worker["rank"]["dp"] for worker in engine.describe()["workers"]] == [0, 1]
@@ -68,7 +62,7 @@ async def test_requests_of_a_dead_replica_go_on_in_the_other(tiny_model: Path) -
 
 
 async def test_deaths_of_all_replicas_lose_no_request(tiny_model: Path) -> None:
-    expected = await alone(tiny_model, PROMPTS)
+    expected = await alone(tiny_model, PROMPTS, PARAMS)
     async with small_engine(tiny_model, dp=2) as engine:
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
@@ -91,7 +85,7 @@ async def _moved_by_a_death(engine: Engine, old: Replica, new: Replica) -> None:
 
 
 async def test_a_request_that_comes_back_keeps_its_text(tiny_model: Path) -> None:
-    expected = await alone(tiny_model, PROMPTS[:3])
+    expected = await alone(tiny_model, PROMPTS[:3], PARAMS)
     async with small_engine(tiny_model, dp=2) as engine:
         first, second = replicas(engine)
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS[:3]]
@@ -103,7 +97,7 @@ async def test_a_request_that_comes_back_keeps_its_text(tiny_model: Path) -> Non
 
 
 async def test_a_hanging_replica_is_left(tiny_model: Path) -> None:
-    expected = await alone(tiny_model, PROMPTS)
+    expected = await alone(tiny_model, PROMPTS, PARAMS)
     async with small_engine(tiny_model, dp=2, watchdog_timeout=3.0) as engine:
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
@@ -115,7 +109,7 @@ async def test_a_hanging_replica_is_left(tiny_model: Path) -> None:
 
 async def test_a_harmful_request_is_found_across_replicas(tiny_model: Path) -> None:
     others: list[Any] = [*PROMPTS[:4], [1, 2, 3, 4], list(range(10, 60))]
-    expected = await alone(tiny_model, others)
+    expected = await alone(tiny_model, others, PARAMS)
     with FaultPlan(Fault("decode", "kill", mark=7)) as plan:
         async with small_engine(tiny_model, dp=2, faults=plan) as engine:
             readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in [*others, [7] * 20]]
@@ -139,7 +133,7 @@ async def test_a_broken_replica_does_not_end_the_others(tiny_model: Path) -> Non
 
 
 async def test_a_pause_does_not_wait_for_a_dead_replica(tiny_model: Path) -> None:
-    expected = await alone(tiny_model, PROMPTS[:4])
+    expected = await alone(tiny_model, PROMPTS[:4], PARAMS)
     async with small_engine(tiny_model, dp=2) as engine:
         first, second = replicas(engine)
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS[:4]]
@@ -170,7 +164,7 @@ async def test_choices_and_grammars_move(tiny_model: Path) -> None:
 
 
 async def test_a_request_that_moved_can_be_aborted_and_outlives_a_scheduler(tiny_model: Path) -> None:
-    expected = await alone(tiny_model, PROMPTS)
+    expected = await alone(tiny_model, PROMPTS, PARAMS)
     async with small_engine(tiny_model, dp=2) as engine:
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         aborted = asyncio.create_task(tokens_of(engine, "to be aborted", PARAMS))
@@ -194,7 +188,7 @@ async def test_a_request_that_moved_can_be_aborted_and_outlives_a_scheduler(tiny
 
 @pytest.mark.long
 async def test_replicas_of_two_ranks(tiny_model: Path) -> None:
-    expected = await alone(tiny_model, PROMPTS)
+    expected = await alone(tiny_model, PROMPTS, PARAMS)
     async with small_engine(tiny_model, dp=2, tp=2) as engine:
         assert [worker.rank for worker in engine.worker_ids.values()] == [
             *(Rank(dp=0, tp=0), Rank(dp=0, tp=1), Rank(dp=1, tp=0), Rank(dp=1, tp=1))

@@ -42,6 +42,15 @@ def test_quantized_heads_are_put_in_order(reference, drive, prompts):
     assert np.abs(found - exact).max() > 0  # it was quantized
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [({"alibi": True}, "alibi is not supported"), ({"activation": "relu"}, "activation 'relu' is not")],
+)
+def test_what_falcon_is_not_run_with_is_refused(more, says):
+    with pytest.raises(ConfigError, match=says):
+        read("Falcon", **more)
+
+
 def test_capped_scores_refuse_invariant_results(reference, drive):
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM has attn_logit_softcapping"):
         drive(reference("gemma2").path, invariant=True)

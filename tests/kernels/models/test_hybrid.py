@@ -109,18 +109,21 @@ def test_kimis_published_keys_are_read():
         parse_config(published)
 
 
-def test_quantized_projections_are_close(reference, drive, prompts):
-    model, (prompt,) = reference("qwen3-next"), prompts(20)
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen4-plain"])
+def test_quantized_projections_are_close(name, reference, drive, prompts):
+    model, (prompt,) = reference(name), prompts(20)
     found = scored(drive(model.path, quantization="int8"), prompt, [20])
     expected, exact = model.logprobs(prompt).numpy(), scored(drive(model.path), prompt, [20])
     assert np.abs(found - expected).mean() < 0.2 * np.abs(expected - expected.mean(1, keepdims=True)).mean()
     assert np.abs(found - exact).max() > 0  # it was quantized
 
 
-def test_fp8_in_blocks_beside_floats_is_what_its_floats_are(reference, drive, prompts, tmp_path):
+@pytest.mark.parametrize(("name", "parts"), [("qwen3-next", ("ba",)), ("qwen4", ("b", "a"))])
+def test_fp8_in_blocks_beside_floats_is_what_its_floats_are(name, parts, reference, drive, prompts, tmp_path):
     """Betas and decays stay in floats, as published checkpoints have them."""
-    model, (prompt,) = reference("qwen3-next"), prompts(20)
-    blocks, kept = fp8_blocks(4, 4), [f"model.layers.{layer}.linear_attn.in_proj_ba" for layer in range(5)]
+    model, (prompt,) = reference(name), prompts(20)
+    blocks = fp8_blocks(4, 4)
+    kept = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in range(5) for part in parts]
 
     def change(module, weight):
         return {f"{module}.weight": weight} if module in kept else blocks(module, weight)

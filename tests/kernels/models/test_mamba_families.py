@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.contract.caches import CacheGroup, Paged, State
+from kernels.contract.caches import CacheGroup, Paged, State, Window
 from kernels.contract.errors import ConfigError
+from kernels.models import lfm3
 from kernels.models.config import local_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
-from tests.kits.driver import COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, NEMOTRON
+from tests.kits.driver import BAMBA, COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, LFM3, NEMOTRON
 from tests.kits.parity import scored
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": BAMBA,
     "FalconH1ForCausalLM": FALCON,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID | {"num_local_experts": 4},
     "Lfm2ForCausalLM": CONVOLUTIONS,
+    "Lfm3ForCausalLM": LFM3,
     "NemotronHForCausalLM": NEMOTRON,
 }
 
@@ -31,7 +34,7 @@ def parse(architecture: str, **change: Any) -> Any:
     return parse_config(COMMON | CONFIGS[architecture] | {"architectures": [architecture]} | change)
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "granite-4", "lfm2-moe", "nemotron-3"])
+@pytest.mark.parametrize("name", ["bamba", "falcon-h1", "granite-4", "lfm2-moe", "lfm3", "nemotron-3"])
 def test_quantized_projections_are_close(name, reference, drive, prompts):
     model, (prompt,) = reference(name), prompts(20)
     found = scored(drive(model.path, quantization="int8"), prompt, [13, 7])
@@ -60,6 +63,13 @@ def test_published_spellings_of_layers_are_read():
     assert parse("Lfm2ForCausalLM", **given) == parse("Lfm2ForCausalLM")
 
 
+def test_lfm3_alternates_attention_where_config_json_names_no_kinds():
+    own = lfm3.caches(parse("Lfm3ForCausalLM", layer_types=None, num_hidden_layers=7, sliding_window=None))
+    attention = Paged(2, 16, 16)
+    groups = CacheGroup(attention, (2, 6)), CacheGroup(Window(attention, 256), (4,))
+    assert own == (*groups, CacheGroup(State(((6, 48),)), (0, 1, 3, 5)))
+
+
 @pytest.mark.parametrize("text", ['[0.0, {"__float__": "Infinity"}]', "[0.0, Infinity]", "null"])
 def test_an_infinite_step_is_read_in_each_spelling(text):
     assert parse("FalconH1ForCausalLM", time_step_limit=json.loads(text)) == parse("FalconH1ForCausalLM")
@@ -68,12 +78,19 @@ def test_an_infinite_step_is_read_in_each_spelling(text):
 @pytest.mark.parametrize(
     ("architecture", "change", "says"),
     [
+        ("BambaForCausalLM", {"attn_layer_indices": 1}, "attn_layer_indices must be a list of layers"),
         ("FalconH1ForCausalLM", {"mamba_d_head": 7}, "mamba_n_heads 8 of mamba_d_head 7 numbers do not make up 48"),
         ("FalconH1ForCausalLM", {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of mamba_n_groups 3"),
         ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
         ("FalconH1ForCausalLM", {"time_step_limit": [0.2, 0.1]}, "time_step_limit must be two rising numbers"),
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["conv"] * 3}, "layer_types must say"),
         ("Lfm2ForCausalLM", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers"),
+        ("Lfm3ForCausalLM", {"layer_types": ["full_attention"] * 4 + ["mamba"]}, "layer_types must say conv or"),
+        (
+            "Lfm3ForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "use proportional or default",
+        ),
         ("NemotronHForCausalLM", {"layers_block_type": ["moe", 3]}, "layers_block_type must be a list of"),
         ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
         (

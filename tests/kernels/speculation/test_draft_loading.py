@@ -109,8 +109,8 @@ def test_configurations_that_do_not_fit(name, config, reported, layout):
 
 
 def test_heads_whose_norms_add_to_their_weights_are_refused(reference, drive):
-    with pytest.raises(ConfigError, match=r"heads for later tokens of Step3p5ForCausalLM are not run, .* NGRAM"):
-        drive(reference("step3p5").path, speculation=SpeculativeSettings("MTP", num_steps=3, num_draft_tokens=4))
+    with pytest.raises(ConfigError, match=r"heads for later tokens of GemmaForCausalLM are not run, .* NGRAM"):
+        drive(reference("gemma").path, speculation=SpeculativeSettings("MTP", num_steps=3, num_draft_tokens=4))
 
 
 def test_settings_that_do_not_fit(layout):

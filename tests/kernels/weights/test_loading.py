@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import CacheSizeError, ConfigError, LoadError, UnsupportedError
+from tests.kernels.distributed.ranks import run_ranks
 
 
 @pytest.fixture
@@ -191,3 +193,49 @@ def test_a_small_cache_bounds_the_context(model, drive):
     driver = drive(model.path, max_total_tokens=100)
     assert driver.info.num_pages == 8
     assert driver.info.context_length == 112
+
+
+def divided(path, ranks=4):
+    """Turn a checkpoint of Grok 2 into the files of ``ranks`` ranks: each has its part of the experts."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    experts = {name: tensors.pop(name) for name in sorted(tensors) if ".experts." in name}
+    save_file(tensors, path / "pytorch_model-00000-TP-common.safetensors")
+    for rank in range(ranks):
+        parts = {
+            name: tensor.chunk(ranks, 1 if name.endswith("w2.weight") else 0)[rank].contiguous()
+            for name, tensor in experts.items()
+        }
+        save_file(parts, path / f"pytorch_model-00001-TP-{rank:03}.safetensors")
+    return path
+
+
+def test_files_of_several_ranks_are_joined(reference, drive, prompts, tmp_path):
+    """As Grok 2 is published, for eight ranks: here by one device, and by two."""
+    model, (text,) = reference("parallel-grok"), prompts(30)
+    path = divided(shutil.copytree(model.path, tmp_path / "divided"))
+    expected = model.greedy(text, 44)
+    driver = drive(path)
+    driver.admit(1, text)
+    driver.generate(1, 44)
+    assert driver.tokens[1] == expected
+    (first,), (second,) = run_ranks([{"model": str(path), "prompts": [text], "length": 44}])
+    assert first["tokens"] == second["tokens"] == [expected]
+
+
+def test_a_rank_without_its_file_and_parts_that_do_not_fit_are_named(reference, drive, tmp_path):
+    path = divided(shutil.copytree(reference("parallel-grok").path, tmp_path / "divided"))
+    last = path / "pytorch_model-00001-TP-003.safetensors"
+    tensors = load_file(last)
+    name = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
+    for cut, says in (
+        ((slice(0, 48), slice(1, 8)), "has shape [48, 31]"),
+        ((slice(1, 48),), "has parts of the shapes"),
+    ):
+        save_file(tensors | {name: tensors[name][cut].clone()}, last)
+        with pytest.raises(LoadError, match=re.escape(f"{name} {says}")):
+            drive(path)
+    last.rename(path / "pytorch_model-00001-TP-004.safetensors")
+    with pytest.raises(LoadError, match=r"lacks the part of .* in a file \*-TP-003\.safetensors; download"):
+        drive(path)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.contract.caches import State
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.cuda import delta_rule
 from kernels.devices.cuda.capture import CudaCapture
@@ -33,7 +34,7 @@ def make_line(path: Path, **options: Any) -> Line:
 
 def texts_of(line: Line) -> list[list[int]]:
     """Prompts, of which the first two share a snapshot, and the third ends shortly before one."""
-    snapshot = line.info.bounded_groups[0].page_tokens
+    (snapshot,) = (group.page_tokens for group in line.info.bounded_groups if isinstance(group.group.spec, State))
     shared = [(7 * at + 3 * at * at) % 211 for at in range(snapshot)]
     return [[*shared, 5, 9, 2], [*shared, 1, 1], shared[:1:-1], [5, 9]]
 

@@ -15,6 +15,7 @@ from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
 from tests.kits.speculation.oracles import run_mixed
 from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS, SAMPLINGS, compare, eagle_chain
+from tests.kits.speculation.step_heads import Heads
 
 OPTIONS = {"device": "npu", "page_size": 128, "max_step_tokens": 64, "max_total_tokens": 8 * 128, "max_slots": 5}
 
@@ -25,6 +26,20 @@ def test_heads(name, drive, tmp_path):
     compare(
         target, algorithm, draft, lambda known, steps: eagle_chain(plain, known, steps), drive, count=3, options=OPTIONS
     )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_heads_of_a_family_that_read_states_before_the_norm(several, reference, drive, prompts, tmp_path):
+    """Step 3.5's, whose layers have windows, by one head for all steps, and by one for each."""
+    model, (text,) = reference("step3p5"), prompts(40)
+    Heads(model, tmp_path / "model")
+    settings = SpeculativeSettings("MTP", num_steps=2, topk=1, num_draft_tokens=3, multi_layer=several)
+    driver = drive(tmp_path / "model", speculation=settings, **OPTIONS)
+    driver.admit(1, text)
+    driver.step([(1, len(text))])
+    for _ in range(6):
+        driver.step([(1, 1)], drafts={1: 2})
+    assert driver.tokens[1] == model.greedy(text, len(driver.tokens[1]))
 
 
 def test_blocks(drive, tmp_path):

@@ -3,6 +3,7 @@ floats that it was made from, and a tensor that is missing, extra or misshapen i
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import numpy as np
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import LoadError
 from kernels.contract.step import SlotSampling
+from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.modelslim import write
-from tests.kits.quantized import fp8_blocks, rewrite
+from tests.kits.quantized import fp8_blocks, fp8_rows, rewrite
 from tests.kits.quantized_words import awq, dequantized, gptq, packed
 
 WORDS = {"bits": 4, "group_size": 16}
@@ -119,3 +121,68 @@ def test_a_tensor_that_is_wrong_is_named_with_what_was_expected(kind, name, part
     with pytest.raises(LoadError, match=says) as error:
         drive(tmp_path)
     assert wrong in str(error.value)
+
+
+def stacked(path):
+    """Turn a checkpoint of Step 3.5 into one that keeps what is stored of all experts of a layer in one tensor."""
+    tensors, joined = load_file(path / "model.safetensors"), {}
+    for name in sorted(tensors, key=lambda name: [int(part) if part.isdecimal() else 0 for part in name.split(".")]):
+        if ".experts." in name:
+            layer, _, rest = name.partition(".experts.")
+            joined.setdefault(f"{layer}.{rest.partition('.')[2]}", []).append(tensors.pop(name))
+    save_file(tensors | {name: torch.stack(each) for name, each in joined.items()}, path / "model.safetensors")
+    return path
+
+
+def test_all_experts_of_a_layer_in_one_tensor_of_fp8_are_read(reference, drive, tmp_path):
+    """As Step 3.5 and 3.7 Flash are published: experts in fp8, all else in floats, which config.json does not say."""
+    apart = rewrite(reference("parallel-step3p5").path, tmp_path / "apart", experts_alone(fp8_blocks(16, 16)), FP8)
+    shutil.copytree(apart, tmp_path / "stacked")
+    path = stacked(tmp_path / "stacked")
+    names = load_file(path / "model.safetensors").keys()
+    assert "model.layers.1.moe.gate_proj.weight_scale_inv" in names
+    assert not any(".experts." in name for name in names)
+    np.testing.assert_array_equal(scores(drive(path)), scores(drive(apart)))
+    alone = drive(path)
+    alone.admit(1, PROMPT)
+    alone.generate(1, 45)
+    (first,), (second,) = run_ranks([{"model": str(path), "prompts": [PROMPT], "length": 45}])
+    assert first["tokens"] == second["tokens"] == [alone.tokens[1]]
+
+
+def experts_alone(change):
+    return lambda module, weight: change(module, weight) if ".experts." in module else {f"{module}.weight": weight}
+
+
+SCALES = "model.layers.1.moe.down_proj.weight_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda tensors: tensors.pop(SCALES), "moe.experts.0.down_proj.weight_scale_inv is missing"),
+        (lambda tensors: tensors.update({SCALES: tensors[SCALES][:4].clone()}), f"{SCALES} has shape [4, 3, 2]"),
+        (lambda tensors: tensors.update({SCALES: tensors[SCALES][:, :2].clone()}), "shape [2, 2], config.json"),
+    ],
+    ids=["missing", "of too few experts", "misshapen"],
+)
+def test_scales_of_all_experts_that_are_wrong_are_named(edit, says, reference, drive, tmp_path):
+    path = stacked(rewrite(reference("step3p5").path, tmp_path, experts_alone(fp8_blocks(16, 16)), FP8))
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(LoadError, match=re.escape(says)):
+        drive(path)
+
+
+def test_fbgemm_is_fp8_with_a_scale_for_each_output(reference, drive, tmp_path):
+    """As Llama 3.1 405B is published; some of its layers stay in floats."""
+
+    def change(module, weight):
+        return {f"{module}.weight": weight} if ".layers.0." in module else fp8_rows(module, weight)
+
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    source = reference("parallel-llama").path
+    path = rewrite(source, tmp_path / "fbgemm", change, settings)
+    fp8 = rewrite(source, tmp_path / "fp8", change, {"quant_method": "fp8"})
+    np.testing.assert_array_equal(scores(drive(path)), scores(drive(fp8)))

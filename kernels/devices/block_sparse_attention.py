@@ -1,0 +1,106 @@
+"""Attention to the blocks of tokens that an indexer chooses, over keys and values in pages, in plain torch (Qwen 4).
+
+    score(query, block) = sum over index heads h of  relu(q[h] @ k[block])
+
+A query attends to the blocks before it with the highest scores, and to the tokens after the last whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.core.attention_rows import AttentionRows
+from kernels.devices.latent_attention import row_pages, row_vectors
+from kernels.devices.latent_cache import Vectors
+from kernels.devices.sparse_attention import Chosen
+
+__all__ = ["attend_chosen_heads", "choose_blocks"]
+
+_NUMBERS = 1 << 25
+"""Most numbers of scores, or of gathered keys and values, that are held at a time."""
+_CPU_NUMBERS = 1 << 20
+"""The same on a CPU, where they stay in its caches (decision 0122)."""
+
+
+def choose_blocks(
+    queries: Tensor, keys: Vectors, rows: AttentionRows, size: int, top_k: int, compress: Callable[[Tensor], Tensor]
+) -> Chosen | None:
+    """The tokens that each query attends to: those of at most ``top_k`` blocks of ``size``, and the last ones; None:
+    all queries see no more than that.
+
+    queries: [tokens, heads, dim]. keys: a cache [pages, page_size, dim] that holds those of the queries' own tokens.
+    compress: the keys of a row's first blocks [blocks, size, dim] -> one of each [blocks, dim].
+    """
+    ends = rows.starts + rows.counts
+    if int(ends.max()) // size <= top_k:
+        return None
+    device, result, begin = queries.device, Chosen(), 0
+    for row, (end, count) in enumerate(zip(ends.tolist(), rows.counts.tolist(), strict=True)):
+        own = slice(begin, begin + count)
+        begin += count
+        blocks = end // size
+        if blocks <= top_k:
+            result.append(None)
+            continue
+        held = row_vectors(keys, rows, row, device)[: blocks * size]
+        compressed, best = compress(held.unflatten(0, (blocks, size))).float().t(), []
+        step = max(1, _numbers(device) // (blocks * queries.shape[1]))
+        for low in range(0, count, step):
+            some = queries[own][low : low + step]
+            scores = torch.mm(some.float().flatten(0, 1), compressed).relu_().view(len(some), -1, blocks).sum(1)
+            seen = torch.arange(end - count + low + 1, end - count + low + 1 + len(some), device=device)
+            whole = torch.div(seen, size, rounding_mode="floor").unsqueeze(1)
+            scores.masked_fill_(torch.arange(blocks, device=device) >= whole, -torch.inf)
+            found = scores.topk(top_k, 1)
+            tokens = found.indices.unsqueeze(2) * size + torch.arange(size, device=device)
+            tokens.masked_fill_((found.values == -torch.inf).unsqueeze(2), -1)
+            last = whole * size + torch.arange(size - 1, device=device)
+            best.append(torch.cat((tokens.flatten(1), last.masked_fill_(last >= seen.unsqueeze(1), -1)), 1))
+        result.append(torch.cat(best))
+    return result
+
+
+def attend_chosen_heads(
+    queries: Tensor,
+    gather: Callable[[Tensor], Tensor],
+    rows: AttentionRows,
+    page_size: int,
+    scale: float,
+    chosen: Chosen,
+    whole: Callable[[Tensor, AttentionRows], Tensor],
+) -> Tensor:
+    """Attention of ``queries`` [tokens, heads, dim] over the ``chosen`` tokens of their rows -> [tokens, heads * dim].
+
+    gather: the keys and values of places int64 [n] in the cache, [n, 2, kv_heads, dim or more]. whole: attention of the
+    queries of a row over all tokens before them, -> [tokens, heads * dim].
+    """
+    heads, dim = queries.shape[1:]
+    out, begin = queries.new_empty(len(queries), heads * dim), 0
+    for row, count in enumerate(rows.counts.tolist()):
+        own, best = slice(begin, begin + count), chosen[row]
+        begin += count
+        if best is None:
+            part = slice(row, row + 1)
+            alone = AttentionRows(rows.starts[part], rows.counts[part], rows.pages[part], 0)
+            out[own] = whole(queries[own], alone)
+            continue
+        pages = row_pages(rows, row, page_size, queries.device)
+        step = max(1, _numbers(queries.device) // (best.shape[1] * (2 * dim + heads)))
+        for low in range(0, count, step):
+            some, tokens = queries[own][low : low + step], best[low : low + step]
+            at = tokens.clamp(min=0)
+            places = pages[torch.div(at, page_size, rounding_mode="floor")] * page_size + at % page_size
+            both = gather(places.flatten())[..., :dim].to(queries.dtype).unflatten(0, tokens.shape)
+            keys, values = both.permute(2, 0, 3, 1, 4)  # [queries, kv_heads, tokens, dim] each
+            grouped = some.unflatten(1, (keys.shape[1], -1))
+            scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale)
+            shares = scores.masked_fill_((tokens < 0)[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
+            out[own][low : low + step] = torch.matmul(shares, values).flatten(1)
+    return out
+
+
+def _numbers(device: torch.device) -> int:
+    return _CPU_NUMBERS if device.type == "cpu" else _NUMBERS
