@@ -10,7 +10,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.models.config_loader import read_config
 from tests.kits.driver import ints
-from tests.kits.families import COMPARED, ONE_OF_EACH
+from tests.kits.families import COMPARED, DRAFTED
 from tests.kits.parity import half_precision, scored
 from tests.kits.planned_runner import PAGE, Line
 from tests.kits.published import PUBLISHED
@@ -75,7 +75,7 @@ def test_planned_traffic_gives_the_greedy_tokens(name, reference, prompts):
     assert line.planner.load(0.0).preemptions > 0
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", DRAFTED)
 def test_draft_tokens_change_no_greedy_token(name, reference, drive, prompts, monkeypatch):
     model, texts = reference(name), prompts(40, 17)
     oracle = Oracle(3, 1, lambda position: position % 5 > 0, VOCAB)
