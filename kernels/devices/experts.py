@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.errors import UnsupportedError
@@ -102,16 +103,19 @@ class AdaptedExperts:
 class Routing:
     """How a token's experts follow from a logit for each.
 
-    The ``chosen`` experts of the best ``scores`` (softmax | sigmoid | mixer), which are their weights; ``normalized``:
-    divided by their sum; then times ``scale``. mixer: experts are chosen one after the other, each weighted by a
-    softmax over those left whose logits are within ``2 * jitter`` of the best one, relative to the greater magnitude of
-    both (Liu et al., GRIN, arXiv 2409.12136). ``correction`` float32 [experts] is added to the scores for the choice
+    The ``chosen`` experts of the best ``scores`` (softmax | sigmoid | sqrtsoftplus | mixer), which are their weights;
+    ``normalized``: divided by their sum; then times ``scale``. mixer: experts are chosen one after the other, each
+    weighted by a softmax over those left whose logits are within ``2 * jitter`` of the best one, relative to the
+    greater magnitude of both (Liu et al., GRIN, arXiv 2409.12136). ``correction`` float32 [experts] is added to the
+    scores for the choice
     alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the
     ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best
     expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts read, not their
     results (Llama 4). ``local``: the experts that are on this rank, whose weights are all that a layer is given; the
     others' part of a result is 0, and nothing is read for it. None: all are here; ``parts``: ranges like it.
-    ``dispatch``: ``local`` are places, and an expert has one or more of them; None: expert n is in place n."""
+    ``dispatch``: ``local`` are places, and an expert has one or more of them; None: expert n is in place n.
+    ``fixed``: the experts int64 [tokens, chosen] of the tokens that run, whatever their scores; None: scores choose.
+    """
 
     chosen: int
     normalized: bool
@@ -126,11 +130,18 @@ class Routing:
     local: range | None = None
     dispatch: Dispatch | None = None
     parts: int = 1
+    fixed: Callable[[], Tensor] | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a softmax and no more, which devices have kernels for."""
-        return self.scores == "softmax" and self.groups == 1 and self.scale == 1.0 and self.correction is None
+        plain = self.scores == "softmax" and self.groups == 1 and self.scale == 1.0
+        return plain and self.correction is None and self.fixed is None
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether plain torch alone has it (``choose``)."""
+        return self.scores not in ("softmax", "sigmoid") or self.fixed is not None
 
 
 def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -138,14 +149,17 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     the experts int64."""
     if routing.scores == "mixer":
         return _mix(logits.float(), routing)
-    scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
+    if routing.scores == "sqrtsoftplus":
+        scores = F.softplus(logits.float()).sqrt_()
+    else:
+        scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
     ranked = scores if routing.correction is None else scores + routing.correction
     if routing.groups > 1:
         grouped = ranked.unflatten(-1, (routing.groups, -1))
         best = grouped.topk(2, -1).values.sum(-1) if routing.pair_sum else grouped.amax(-1)
         others = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups, -1).indices, False)
         ranked = grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
-    experts = ranked.topk(routing.chosen, -1).indices
+    experts = ranked.topk(routing.chosen, -1).indices if routing.fixed is None else routing.fixed()
     weights = scores.gather(1, experts)
     if routing.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)

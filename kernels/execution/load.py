@@ -410,6 +410,11 @@ def _open_groups(
         raise ConfigError(
             f"attention_chunk_size {chunk} of {part.architecture} is not a multiple of --page-size {config.page_size}"
         )
+    if config.page_size % part.page_unit:
+        raise ConfigError(
+            f"--page-size {config.page_size} is not a multiple of {part.page_unit} tokens, over which "
+            f"{part.architecture} divides its cache's entries; change it"
+        )
     if part.eager_attention and config.invariant:
         raise ConfigError(
             f"{part.architecture} has {part.eager_attention}, for which no attention gives results independent "

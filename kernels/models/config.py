@@ -294,6 +294,11 @@ class ModelConfig:
         return self.latent is not None and self.latent.index is not None
 
     @property
+    def page_unit(self) -> int:
+        """Pages hold a multiple of so many tokens."""
+        return 1
+
+    @property
     def scaled_queries(self) -> bool:
         """Whether queries are multiplied after they are rotated."""
         return self.query_growth is not None or self.late_norms

@@ -139,6 +139,7 @@ BUILT_IN = (
     Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV32ForCausalLM", "kernels.models.deepseek_v32", gguf="deepseek32", gguf_experts=True),
+    Entry("DeepseekV4ForCausalLM", "kernels.models.deepseek_v4"),
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe", gguf="ernie4_5-moe", gguf_experts=True),
     Entry("ExaoneForCausalLM", "kernels.models.exaone", gguf="exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),
@@ -478,6 +479,7 @@ _EXAMPLE = {
     "v_head_dim": 16,
     "attn_temperature_len": 32,
     "zero_expert_num": 1,
+    "o_groups": 1,
 }
 """A small model with everything that a family may have."""
 

@@ -30,7 +30,8 @@ _DTYPES = {
 
 
 class DummyWeights:
-    """Weights from a seed and each tensor's name, independent of the order of reads. Norms are ones, biases zeros."""
+    """Weights from a seed and each tensor's name, independent of the order of reads. Norms are ones, biases and
+    indices zeros."""
 
     def __init__(self, seed: int, tensors: Tensors, stored: Mapping[str, StoredTensor]) -> None:
         self._seed = seed
@@ -54,7 +55,7 @@ class DummyWeights:
         spec = self._tensors[name]
         if spec.role is Role.NORM:
             target.fill_(1.0)
-        elif spec.role is Role.BIAS:
+        elif spec.role in (Role.BIAS, Role.INDICES):
             target.zero_()
         else:
             seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator uses 32 bits of a seed

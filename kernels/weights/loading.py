@@ -31,7 +31,12 @@ from kernels.weights.tensors import Part, Role, Shard, Tensors, TensorSpec
 
 __all__ = ["CheckpointFiles", "Placement", "WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
 
-_DTYPES = {Role.WIDE: torch.float32, Role.NIBBLES: torch.uint8, Role.EXPONENTS: torch.uint8}
+_DTYPES = {
+    Role.WIDE: torch.float32,
+    Role.NIBBLES: torch.uint8,
+    Role.EXPONENTS: torch.uint8,
+    Role.INDICES: torch.int64,
+}
 _log = logging.getLogger("troupe.kernels")
 
 

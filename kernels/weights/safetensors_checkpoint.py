@@ -27,6 +27,7 @@ __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
 _RANK = re.compile(r".*-TP-(\d{3}|common)\.safetensors")
 _FLOATS = ("F16", "BF16", "F32", "F64")
+_STORED = {Role.NIBBLES: ("U8",), Role.EXPONENTS: ("U8",), Role.INDICES: ("I64", "I32")}
 
 
 def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, StoredTensor]:
@@ -34,7 +35,7 @@ def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Store
     result: dict[str, StoredTensor] = {}
     for name, spec in tensors.items():
         stored = scheme.tensors(spec) if scheme is not None and spec.quantizable else None
-        dtypes = ("U8",) if spec.role in (Role.NIBBLES, Role.EXPONENTS) else _FLOATS
+        dtypes = _STORED.get(spec.role, _FLOATS)
         result.update({name: StoredTensor(dtypes, (spec.shape,))} if stored is None else stored)
     return result
 

@@ -51,6 +51,7 @@ class Role(Enum):
     EXPERTS = "weights of all experts of a layer in one tensor, which the family takes apart"
     NIBBLES = "numbers of four bits, two a byte, which the family reads as they are stored"
     EXPONENTS = "exponents of blocks of such numbers, a byte each"
+    INDICES = "whole numbers, such as the experts of each token of the vocabulary"
     WIDE = "few numbers that stay in float32, such as the correction of a choice of experts"
 
 

@@ -126,15 +126,16 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. What a device
     does not plan runs in plain torch, which reads rows on the host; a CPU's programs have the operators of plain
     families alone."""
-    eager = bool(family.attention - features.plans)
+    eager, compressed = bool(family.attention - features.plans), family.indexed and not (family.latent or family.states)
     yield "F"
     if family.quantizable:
         yield "Q"
-    if not family.states and "int8" in features.cache_dtypes:
+    if not (family.states or compressed) and "int8" in features.cache_dtypes:
         yield "K"
-    if not family.states and any(name.startswith("fp8") for name in features.cache_dtypes):
+    if not (family.states or compressed) and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    yield "S"
+    if not compressed:
+        yield "S"
     if features.collectives:
         yield "T"
     planned = not family.indexed and (not family.latent or features.plans_latent)  # an indexer reads rows on the host

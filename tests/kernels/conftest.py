@@ -225,6 +225,9 @@ class Reference:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("tid2eid"):
+                experts = model.config.n_routed_experts
+                buffer.copy_(torch.rand(len(buffer), experts).argsort(1)[:, : buffer.shape[1]])
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         model.save_pretrained(directory, **save)

@@ -354,6 +354,31 @@ LONGCAT = DEEPSEEK | {
     "routed_scaling_factor": 2.0,
 }
 
+DEEPSEEK_V4 = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 20,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "num_hash_layers": 2,
+    "layer_types": [
+        "sliding_attention",
+        *2 * ["compressed_sparse_attention", "heavily_compressed_attention"],
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+    "sliding_window": 7,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 16,  # with few of them many scores are 0, and ties differ with the length
+    "index_head_dim": 8,
+    "index_topk": 6,
+    "swiglu_limit": 0.5,
+    "num_key_value_heads": 1,
+    "attn_implementation": "eager",  # which has sinks
+}
+
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
     "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
@@ -370,6 +395,7 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
         "GlmMoeDsa",
         INDEXED | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "indexer_types": SHARED_INDEX},
     ),
+    "deepseek-v4": ("DeepseekV4", DEEPSEEK_V4),
     "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }
 

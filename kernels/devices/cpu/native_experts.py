@@ -83,7 +83,7 @@ class NativeChoice:
 
     @staticmethod
     def fits(routing: Routing) -> bool:
-        return not routing.is_plain and routing.scores in ("softmax", "sigmoid") and not routing.on_inputs
+        return not (routing.is_plain or routing.in_torch or routing.on_inputs)
 
 
 class ExpertTable:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,13 +163,16 @@ def expert_weights(builder: LayerBuilder, config: ExpertsConfig, module: str) ->
 
 @dataclass(frozen=True)
 class LimitedGate:
-    """``min(silu(gate), limit) * up`` of gate | up [tokens, 2 * n], ups within ``limit`` (Step 3.5)."""
+    """``min(silu(gate), limit) * up`` of gate | up [tokens, 2 * n], ups within ``limit`` (Step 3.5). ``before``:
+    ``silu(min(gate, limit)) * up`` (DeepSeek V4)."""
 
     limit: float
+    before: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
-        return F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+        limited = F.silu(gate.clamp(max=self.limit)) if self.before else F.silu(gate).clamp(max=self.limit)
+        return limited * up.clamp(-self.limit, self.limit)
 
     def after(self, builder: LayerBuilder, *modules: str) -> Linear:
         """The inner activations of a feed-forward layer. ``modules``: as ``LayerBuilder.gated``."""
@@ -214,7 +217,7 @@ class SharedExpert:
 class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
     all take. Each rank has its part of every expert's inner dimension, or of its own experts' alone. ``gate``,
-    ``shared_gate``: in place of SwiGLU's, of these experts and of that one."""
+    ``shared_gate``: in place of SwiGLU's, of these experts and of that one. ``fixed``: as ``Routing``."""
 
     def __init__(
         self,
@@ -224,6 +227,8 @@ class SparseFeedForward:
         names: ExpertNames = QWEN,
         gate: LimitedGate | None = None,
         shared_gate: LimitedGate | None = None,
+        *,
+        fixed: Callable[[], Tensor] | None = None,
     ) -> None:
         block, source = f"{layer}.{names.block}", builder.source
         self.group, self._routes, factor = builder.expert_mesh, builder.routes, config.result_scale
@@ -248,7 +253,7 @@ class SparseFeedForward:
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
         dispatch = None if placed is None else placed.dispatch
         routing = _routing(config, correction, here if builder.ep_size > 1 else None, dispatch)
-        routing = dataclasses.replace(routing, parts=builder.ep_size)
+        routing = dataclasses.replace(routing, parts=builder.ep_size, fixed=fixed)
         self.experts = _experts(builder, config, weight, bias, experts, routing=routing, gate=gate, adapted=adapted)
         if placed is not None:
             placed.experts = self.experts

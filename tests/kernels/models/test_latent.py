@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.contract.adapters import AdapterSettings
 from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
@@ -178,3 +179,23 @@ def test_layers_of_experts_follow_config_json():
     assert layers(first_k_dense_replace=3) == [3, 4, 5]
     assert layers(moe_layer_freq=2) == [2, 4]
     assert layers(mlp_layer_types=["dense", "sparse"] * 3) == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"page_size": 2}, "--page-size"),
+        ({"adapters": AdapterSettings(max_rank=4, max_batch=2)}, "--enable-lora"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
+    ],
+)
+def test_compressed_attention_refuses_what_it_does_not_run_with(options, named, reference, drive):
+    with pytest.raises(ConfigError, match=named):
+        drive(reference("deepseek-v4").path, **options)
+
+
+def test_compressed_attention_runs_with_quantized_weights(reference, drive, prompts):
+    model, (prompt,) = reference("deepseek-v4"), prompts(40)
+    found = torch.from_numpy(scored(drive(model.path, quantization="int8"), prompt, [23, 17]))
+    off = (found - model.logprobs(prompt)).abs().mean()
+    assert 1e-3 < off < 0.8

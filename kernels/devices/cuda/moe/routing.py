@@ -177,7 +177,7 @@ def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     their number."""
     tokens, count = logits.shape
     chosen, correction = routing.chosen, routing.correction
-    if routing.scores == "mixer":
+    if routing.in_torch:
         weights, found = choose_places(logits, routing)
         if routing.local is not None:
             here = (found >= routing.local.start) & (found < routing.local.stop)
