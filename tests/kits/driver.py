@@ -6,15 +6,19 @@ import tests.kits.simulated_npu  # noqa: F401 - with torch_npu, simulated NPUs m
 
 # isort: split
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kernels.contract.caches import PageGrants, PageRun
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import Admission, RecordedExperts, SlotSampling, StepBatch, StepResult
 from kernels.execution.runner import ModelRunner
+from kernels.execution.warmup import WarmUp
 
 __all__ = [
     "BAMBA",
@@ -47,6 +51,7 @@ __all__ = [
     "Driver",
     "ints",
     "pack",
+    "short_warm_up",
 ]
 
 GREEDY = SlotSampling(temperature=0.0)
@@ -70,6 +75,19 @@ def pack(values: Iterable[int]) -> bytes:
 
 def ints(data: bytes) -> list[int]:
     return np.frombuffer(data, dtype=np.int32).tolist()
+
+
+@contextmanager
+def short_warm_up() -> Iterator[None]:
+    """Models on a CPU run one step when they are loaded, not six: they compile nothing. Engines in tests run all."""
+    shapes = WarmUp._shapes
+
+    def few(self: WarmUp) -> Iterator[Any]:
+        return islice(shapes(self), 1 if self._device.name == "cpu" else None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WarmUp, "_shapes", few)
+        yield
 
 
 class Driver:

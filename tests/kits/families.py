@@ -20,6 +20,7 @@ __all__ = [
     "STATE_DRAFTS",
     "TWO_RANKS",
     "UNLIKE",
+    "WITH_STATES",
     "architecture",
 ]
 
@@ -64,6 +65,9 @@ inputs are weighted."""
 
 NPU_TRAFFIC = (*FAMILIES, *SPARSE, "deepseek-v3")
 NPU_GRAPHS = (*FAMILIES, "gpt-oss")
+WITH_STATES = tuple(name for name in ONE_OF_EACH if name in HYBRID)
+"""Models of which some layers keep states, one of each architecture."""
+
 STATE_DRAFTS = ("falcon-h1", "kimi-linear", "lfm2", "qwen3.5")
 
 PROOFS: Mapping[str, Mapping[str, tuple[str, ...]]] = {

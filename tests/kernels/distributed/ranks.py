@@ -37,7 +37,7 @@ from kernels.devices.cpu.device import CpuDevice
 from kernels.distributed.group import GroupError, join_group
 from kernels.execution.executors import two_batches
 from kernels.execution.runner import ModelRunner
-from tests.kits.driver import Driver, ints
+from tests.kits.driver import Driver, ints, short_warm_up
 
 __all__ = ["run_ranks"]
 
@@ -482,7 +482,7 @@ def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
 
 def main() -> None:
     rank = int(sys.argv[1])
-    with pytest.MonkeyPatch.context() as patch:
+    with short_warm_up(), pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1":
             emulate_gpu(patch)
         for line in sys.stdin:

@@ -17,7 +17,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission, StepBatch
 from kernels.devices import group_caches
 from kernels.state import group_sizes
-from tests.kits.driver import HYBRID
+from tests.kits.families import WITH_STATES
 from tests.kits.mixed_caches import install, make_mixed_model
 from tests.kits.planned_runner import GREEDY, PAGE, Line, make_runner, pack
 from tests.kits.speculation.oracles import Oracle, draft_with
@@ -213,7 +213,7 @@ DRAFTS = SpeculativeSettings("STANDALONE", num_draft_tokens=5)
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_families_with_states_keep_their_tokens(
     name: str, drafts: bool, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

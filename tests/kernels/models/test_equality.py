@@ -28,26 +28,37 @@ def distribution(ids: bytes, logprobs: bytes, rows: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("chunks", [[61], [7, 16, 1, 1, 20, 16]], ids=["whole", "chunked"])
-def test_logits_match_at_every_position(name, chunks, reference, drive, prompts):
+def each_of(names):
+    """The tests of a model run one after the other, so that two processes seldom make the same reference."""
+    return pytest.mark.parametrize("name", names, scope="module")
+
+
+@each_of(FAMILIES)
+def test_logits_match_at_every_position(name, reference, drive, prompts):
+    """Of a prompt that runs whole, and in chunks."""
     model = reference(name)
     driver = drive(model.path)
     (prompt,) = prompts(61)
-    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, logprobs=VOCAB, prompt_logprobs=VOCAB))
-    parts, targets = [], []
-    for count in chunks:
-        result = driver.step([(1, count)])
-        rows = int(np.frombuffer(result.prompt_counts, dtype=np.int32).sum())
-        parts.append(distribution(result.prompt_top_ids, result.prompt_top_logprobs, rows))
-        targets.append(np.frombuffer(result.prompt_logprobs, dtype=np.float32))
-    parts.append(distribution(result.top_ids, result.top_logprobs, 1))
     expected = model.logprobs(prompt).numpy()
-    np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4, rtol=1e-4)
-    np.testing.assert_allclose(np.concatenate(targets), expected[np.arange(60), prompt[1:]], atol=2e-4, rtol=1e-4)
+    for slot, chunks in ((1, [61]), (2, [7, 16, 1, 1, 20, 16])):
+        driver.admit(slot, prompt, sampling=SlotSampling(temperature=0.0, logprobs=VOCAB, prompt_logprobs=VOCAB))
+        parts, targets = [], []
+        for count in chunks:
+            result = driver.step([(slot, count)])
+            rows = int(np.frombuffer(result.prompt_counts, dtype=np.int32).sum())
+            parts.append(distribution(result.prompt_top_ids, result.prompt_top_logprobs, rows))
+            targets.append(np.frombuffer(result.prompt_logprobs, dtype=np.float32))
+        parts.append(distribution(result.top_ids, result.top_logprobs, 1))
+        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4, rtol=1e-4)
+        np.testing.assert_allclose(np.concatenate(targets), expected[np.arange(60), prompt[1:]], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def traffic(prompts):
+    shared, *ends = prompts(40, 3, 25, 1, 9, seed=5)
+    return [shared + ends[0], ends[1], ends[2], shared + ends[3], shared + ends[0]]
+
+
+@each_of(FAMILIES)
 def test_planned_traffic_gives_the_greedy_tokens(name, reference, prompts):
     """By planner, prefix cache and runner together: prompts run in chunks beside the decodes of others, start behind
     cached prefixes, with snapshots of their states, are preempted and come back."""
@@ -56,8 +67,7 @@ def test_planned_traffic_gives_the_greedy_tokens(name, reference, prompts):
     if read_config(model.path).recurrence is not None:
         runner["snapshot_tokens"] = 4 * PAGE
     line = Line(model.path, runner, max_running=3, priority_scheduling=True)
-    shared, *ends = prompts(40, 3, 25, 1, 9, seed=5)
-    texts = [shared + ends[0], ends[1], ends[2], shared + ends[3], shared + ends[0]]
+    texts = traffic(prompts)
     for number, text in enumerate(texts[:3]):
         line.submit(number, text, 14)
     mixed = False
@@ -75,17 +85,18 @@ def test_planned_traffic_gives_the_greedy_tokens(name, reference, prompts):
     assert line.planner.load(0.0).preemptions > 0
 
 
-@pytest.mark.parametrize("name", DRAFTED)
+@each_of(DRAFTED)
 def test_draft_tokens_change_no_greedy_token(name, reference, drive, prompts, monkeypatch):
-    model, texts = reference(name), prompts(40, 17)
+    """Of texts whose greedy tokens ``test_planned_traffic_gives_the_greedy_tokens`` has had checked."""
+    model, texts = reference(name), traffic(prompts)[:2]
     oracle = Oracle(3, 1, lambda position: position % 5 > 0, VOCAB)
     draft_with(monkeypatch, oracle)
     driver = drive(model.path, speculation=SpeculativeSettings("STANDALONE", num_draft_tokens=4))
-    oracle.truths = [model.greedy(text, len(text) + 17) for text in texts]
+    oracle.truths = [model.greedy(text, len(text) + 14) for text in texts]
     for slot, text in enumerate(texts, start=1):
         driver.admit(slot, text)
         driver.step([(slot, len(text))])
-    for _ in range(4):
+    for _ in range(3):
         driver.step([(slot, 1) for slot in (1, 2)], drafts={1: 3, 2: 3})
     for slot, truth in enumerate(oracle.truths, start=1):
         assert driver.tokens[slot] == truth[: len(driver.tokens[slot])]
@@ -121,7 +132,7 @@ ONE_PRECISION = {"apertus", "nemotron-3"}
 """What transformers does not run in bfloat16 at these sizes."""
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in {*PUBLISHED, *ONE_PRECISION}])
+@each_of([name for name in FAMILIES if name not in {*PUBLISHED, *ONE_PRECISION}])
 def test_bf16_is_close(name, reference, drive, prompts):
     """In prompts and in decodes, where a device may run programs of native operators: about as close to float32 as the
     same precision in transformers. The choice of small experts turns with the last bit, so that some are twice as far
@@ -137,7 +148,7 @@ def test_bf16_is_close(name, reference, drive, prompts):
     assert ours_off < (1.3 if name in ("qwen3", "mistral", "qwen2") else 2.0) * theirs_off + 2e-3
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@each_of(PUBLISHED)
 def test_bf16_is_close_to_float32(name, reference, drive, prompts):
     model, (prompt,) = reference(name), prompts(60)
     driver = drive(model.path, dtype="bfloat16")

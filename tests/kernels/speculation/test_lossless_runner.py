@@ -10,7 +10,8 @@ import pytest
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.state import group_sizes
-from tests.kits.driver import HYBRID, VOCAB
+from tests.kits.driver import VOCAB
+from tests.kits.families import WITH_STATES
 from tests.kits.speculation.lossless import SAMPLINGS, truth
 from tests.kits.speculation.oracles import Oracle, draft_with, run_mixed
 
@@ -68,7 +69,7 @@ def test_the_output_does_not_depend_on_drafts(right, shape, reference, drive, sp
 
 
 @pytest.mark.parametrize(
-    ("name", "right"), [(name, "mixed") for name in HYBRID] + [("qwen3.5", "right"), ("qwen3.5", "wrong")]
+    ("name", "right"), [(name, "mixed") for name in WITH_STATES] + [("qwen3.5", "right"), ("qwen3.5", "wrong")]
 )
 def test_states_go_back_to_the_accepted_tokens(name, right, reference, drive, speculating, prompts, monkeypatch):
     """Pages of states end inside of draft tokens, and other prompts share steps with them."""

@@ -26,9 +26,20 @@ SAMPLINGS = {
 }  # fmt: skip
 
 
+_known = {}
+
+
 def truth(drive, path, prompts, samplings, length, **options):
-    """Every prompt's sequence of ``length`` tokens and its scores, each alone, without draft tokens."""
-    driver = drive(path, **options)
+    """Every prompt's sequence of ``length`` tokens and its scores, each alone, without draft tokens. What one test has
+    found is kept for the others."""
+    key = str(path), repr((prompts, samplings, length, options))
+    if key not in _known:
+        _known[key] = _generate(drive(path, **options), prompts, samplings, length)
+    outputs, scores = _known[key]
+    return [list(tokens) for tokens in outputs], list(scores)
+
+
+def _generate(driver, prompts, samplings, length):
     outputs, scores = [], []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         driver.admit(1, prompt, sampling=sampling)

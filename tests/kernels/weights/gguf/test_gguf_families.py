@@ -226,7 +226,7 @@ def test_a_family_says_what_its_directory_says(name, reference, drive, prompts, 
     model = reference(name)
     file = write_family(model.path, tmp_path / "model.gguf")
     (prompt,) = prompts(24)
-    assert greedy(drive, file, prompt, 60) == model.greedy(prompt, 60)
+    assert model.continues(prompt, greedy(drive, file, prompt, 40)[24:])
     if "falcon" in name or name == "ling":  # whose weights hold the multipliers, or what the output is normed to
         return
     stored, checkpoint = load_file(model.path / "model.safetensors"), open_gguf(file)

@@ -313,26 +313,33 @@ def test_an_extra_brings_what_is_tested():
         assert set(extras[name]) <= set(extras["test"]), name
 
 
-@pytest.mark.parametrize(
-    ("target", "draft"),
-    [("compressed-tensors", None), (None, "compressed-tensors"), (None, ""), ("gptq", "gptq"), (None, None)],
-)
-def test_a_worker_imports_only_the_package_its_checkpoint_needs(target, draft, tmp_path):
-    """``draft`` None: in floats; empty: draft tokens are made without one."""
-    for name, method in (("target", target), ("draft", draft)):
-        settings = {"quantization_config": settings_of() | {"quant_method": method}} if method else {}
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(settings))
+def test_a_worker_imports_only_the_package_its_checkpoint_needs(tmp_path):
+    """A checkpoint in floats, of gptq and of compressed-tensors, and so a draft; "": draft tokens are made without one.
+    Each case is a fork of one process."""
+    for method in ("none", "gptq", "compressed-tensors"):
+        settings = {} if method == "none" else {"quantization_config": settings_of() | {"quant_method": method}}
+        (tmp_path / method).mkdir()
+        (tmp_path / method / "config.json").write_text(json.dumps(settings))
+    packed, plain = str(tmp_path / "compressed-tensors"), str(tmp_path / "none")
+    gptq = str(tmp_path / "gptq")
+    cases = [(packed, plain), (plain, packed), (plain, ""), (gptq, gptq), (plain, plain)]
     code = (
-        "import sys; from actors.protocol import WorkerConfig; from actors.workers.worker import Worker; "
-        "from kernels.contract.speculation import SpeculativeSettings; "
-        "from kernels.contract.config import RunnerConfig; "
-        "drafts = SpeculativeSettings('EAGLE3', sys.argv[2]) if sys.argv[2] else SpeculativeSettings('NGRAM'); "
-        "Worker.prepare(WorkerConfig(RunnerConfig(sys.argv[1], speculation=drafts))); "
-        "print(*[name for name in ('compressed_tensors', 'transformers') if name in sys.modules])"
+        "import json, os, sys, kernels.execution.runner\n"
+        "from actors.protocol import WorkerConfig\n"
+        "from actors.workers.worker import Worker\n"
+        "from kernels.contract.speculation import SpeculativeSettings\n"
+        "from kernels.contract.config import RunnerConfig\n"
+        "for target, draft in json.loads(sys.argv[1]):\n"
+        "    if os.fork():\n"
+        "        assert not os.wait()[1]\n"
+        "        continue\n"
+        "    drafts = SpeculativeSettings('EAGLE3', draft) if draft else SpeculativeSettings('NGRAM')\n"
+        "    Worker.prepare(WorkerConfig(RunnerConfig(target, speculation=drafts)))\n"
+        "    found = [name for name in ('compressed_tensors', 'transformers') if name in sys.modules]\n"
+        "    print(json.dumps(found), flush=True)\n"
+        "    os._exit(0)\n"
     )
-    paths = [str(tmp_path / "target"), "" if draft == "" else str(tmp_path / "draft")]
-    reported = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True).stdout
-    assert reported.split() == (
-        ["compressed_tensors", "transformers"] if "compressed-tensors" in (target, draft) else []
-    )
+    command = [sys.executable, "-c", code, json.dumps(cases)]
+    reported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    for case, line in zip(cases, reported, strict=True):
+        assert json.loads(line) == (["compressed_tensors", "transformers"] if packed in case else []), case
