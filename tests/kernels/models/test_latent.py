@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -199,3 +200,16 @@ def test_compressed_attention_runs_with_quantized_weights(reference, drive, prom
     found = torch.from_numpy(scored(drive(model.path, quantization="int8"), prompt, [23, 17]))
     off = (found - model.logprobs(prompt)).abs().mean()
     assert 1e-3 < off < 0.8
+
+
+def test_published_names_of_deepseek_v4_are_read(reference, drive, prompts, tmp_path):
+    model, (prompt,) = reference("deepseek-v4"), prompts(40)
+    copy = tmp_path / "published"
+    shutil.copytree(model.path, copy)
+    saved = load_file(copy / "model.safetensors")
+    other = {"model.": "", ".attn.norm.": ".attn.kv_norm.", "embed_tokens.": "embed.", "hc_head.hc_": "hc_head_"}
+    published = {reduce(lambda text, pair: text.replace(*pair), other.items(), name): saved[name] for name in saved}
+    assert {"embed.weight", "head.weight", "norm.weight", "layers.0.attn.kv_norm.weight"} <= set(published)
+    save_file(published, copy / "model.safetensors", {"format": "pt"})
+    expected = scored(drive(model.path), prompt, [40])
+    assert (scored(drive(copy), prompt, [40]) == expected).all()
