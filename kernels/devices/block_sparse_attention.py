@@ -31,7 +31,7 @@ def choose_blocks(
     """The tokens that each query attends to: those of at most ``top_k`` blocks of ``size``, and the last ones; None:
     all queries see no more than that.
 
-    queries: [tokens, heads, dim]. keys: a cache [pages, page_size, dim] that holds those of the queries' own tokens.
+    queries: [tokens, heads, dim]. keys: a cache [pages, page_size, dim] with those of the queries' tokens.
     compress: the keys of a row's first blocks [blocks, size, dim] -> one of each [blocks, dim].
     """
     ends = rows.starts + rows.counts

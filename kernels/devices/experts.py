@@ -107,13 +107,12 @@ class Routing:
     ``normalized``: divided by their sum; then times ``scale``. mixer: experts are chosen one after the other, each
     weighted by a softmax over those left whose logits are within ``2 * jitter`` of the best one, relative to the
     greater magnitude of both (Liu et al., GRIN, arXiv 2409.12136). ``correction`` float32 [experts] is added to the
-    scores for the choice
-    alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the
-    ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best
-    expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts read, not their
-    results (Llama 4). ``local``: the experts that are on this rank, whose weights are all that a layer is given; the
-    others' part of a result is 0, and nothing is read for it. None: all are here; ``parts``: ranges like it.
-    ``dispatch``: ``local`` are places, and an expert has one or more of them; None: expert n is in place n.
+    scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts
+    only those of the ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good
+    as its best expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts
+    read, not their results (Llama 4). ``local``: the experts that are on this rank, whose weights are all that a layer
+    is given; the others' part of a result is 0, and nothing is read for it. None: all are here; ``parts``: ranges like
+    it. ``dispatch``: ``local`` are places, and an expert has one or more of them; None: expert n is in place n.
     ``fixed``: the experts int64 [tokens, chosen] of the tokens that run, whatever their scores; None: scores choose.
     """
 

@@ -1,5 +1,5 @@
 """DeepSeek V4 (DeepSeek-AI, 2026): compressed attention, several residual streams, and experts in every layer; in the
-first layers the token decides which.
+first layers a table lists the experts of each token.
 
     streams = connect(streams, attention(norm(x)));  streams = connect(streams, experts(norm(x)))
 
@@ -45,7 +45,7 @@ _HASHED = dataclasses.replace(DEEPSEEK, correction="")
 @dataclass(frozen=True)
 class DeepseekV4Config(ModelConfig):
     """``attention``: what layers share; ``kinds``, ``rates``: of each layer, as config.json names them, and tokens of
-    an entry. ``streams``: of the residual. ``hashed``: layers whose experts the token decides."""
+    an entry. ``streams``: of the residual. ``hashed``: layers with a table of each token's experts."""
 
     attention: CompressedConfig | None = None
     kinds: tuple[str, ...] = ()
@@ -182,7 +182,8 @@ def _kinds(raw: ConfigReader) -> tuple[str, ...]:
     if ratios is None:
         return tuple(_HEAVY if layer < 2 or layer % 2 == 0 else _SPARSE for layer in range(layers))
     names = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}
-    if not isinstance(ratios, list) or len(ratios) < layers or not all(one in names for one in ratios):
+    known = isinstance(ratios, list) and all(type(one) is int and one in names for one in ratios)
+    if not known or len(ratios) < layers:
         raise ConfigError("config.json: compress_ratios must be 0, 4 or 128 for each layer")
     return tuple(names[one] for one in ratios[:layers])
 
@@ -198,7 +199,7 @@ def _rate(raw: ConfigReader, kind: str) -> int:
 
 
 def _hashed(raw: ConfigReader) -> frozenset[int]:
-    """The layers whose experts the token decides: of ``mlp_layer_types``, or the first ``num_hash_layers``."""
+    """The layers with a table of each token's experts: of ``mlp_layer_types``, or the first ``num_hash_layers``."""
     kinds, first = raw.layer_types("hash_moe", "moe", key="mlp_layer_types"), raw.raw.get("num_hash_layers", 3)
     if kinds:
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "hash_moe")
@@ -321,8 +322,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
         )
     if builder.shared is not None:
         raise ConfigError(
-            f"{config.architecture} does not run with --enable-dp-attention: its first experts are chosen by tokens "
-            "that only their rank knows; leave it out"
+            f"{config.architecture} does not run with --enable-dp-attention: its first layers choose experts by token "
+            "ids, which ranks do not exchange; leave it out"
         )
     if builder.rows is not None:
         raise ConfigError(f"{config.architecture} does not run with adapters; leave --enable-lora out")

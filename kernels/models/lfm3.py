@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kernels.contract.errors import ConfigError
 from kernels.models import lfm2
-from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.config import ConfigReader, ModelConfig, RopeConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, short_convolution, vocabulary
 from kernels.models.layers.block import AttentionLayer, Block, Norms, attention
@@ -48,7 +49,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     return Lfm3Config(
         **fields
         | {
-            "rope": raw.local_rope(dim, 10000.0),
+            "rope": _local_rope(raw, dim),
             "ropes": {layer: full for layer, kind in enumerate(kinds) if kind == "full_attention"},
             "recurrence": ConvolutionConfig(plain.hidden_size, raw.size("conv_L_cache", 7), raw.flag("conv_bias")),
             "recurrent": frozenset(layer for layer, kind in enumerate(kinds) if kind == "conv"),
@@ -56,6 +57,16 @@ def config(raw: ConfigReader) -> ModelConfig:
         gated=raw.flag("use_attention_gate", True),
         norms_after=raw.flag("use_sandwich_norm", True),
     )
+
+
+def _local_rope(raw: ConfigReader, head_dim: int) -> RopeConfig:
+    """The rotation of layers with a window."""
+    given, kinds = raw.raw.get("rope_parameters"), ("full_attention", "sliding_attention")
+    if given is None:
+        return raw.local_rope(head_dim, 10000.0)
+    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in kinds):
+        raise ConfigError(f"config.json: rope_parameters must have an object for each of {' and '.join(kinds)}")
+    return raw.local_rope(head_dim, 1000000.0)
 
 
 def _usual_kind(layer: int) -> str:

@@ -71,12 +71,20 @@ def config(raw: ConfigReader) -> ModelConfig:
     fields |= {"norm_offset": 1.0, "recurrence": delta_net.read(raw, grouped=False), "recurrent": recurrent}
     return Qwen4Config(
         **fields,
-        streams=raw.size("hc_count", 4),
+        streams=_streams(raw),
         stream_rank=raw.size("hc_lowrank", 320),
         index=_index(raw, plain) if len(recurrent) < layers else None,
         ngrams=_ngrams(raw, plain, recurrent),
         sigmoid=gates == "sigmoid",
     )
+
+
+def _streams(raw: ConfigReader) -> int:
+    """Streams of the residual."""
+    count = raw.size("hc_count", 4)
+    if count < 2:
+        raise ConfigError("config.json: hc_count must be 2 or more: the layers mix several residual streams")
+    return count
 
 
 def _index(raw: ConfigReader, plain: ModelConfig) -> BlockIndexConfig:

@@ -161,7 +161,7 @@ def _feed_forwards(raw: Mapping[str, Any], layers: range) -> list[str]:
 
 def head_config(raw: Mapping[str, Any], layer: int) -> Step3p5Config:
     """The sizes of a head for later tokens, a model of one layer: the ``layer`` of the lists in config.json ``raw``,
-    which go on behind the model's layers."""
+    in which heads follow the model's layers."""
     own = {**raw, "num_hidden_layers": 1, "mlp_layer_types": _feed_forwards(raw, range(layer, layer + 1))}
     for key in _BY_LAYER:
         if key != "mlp_layer_types" and isinstance(values := raw.get(key), list):

@@ -2,7 +2,7 @@
 of a layer, and into which the layer's result is injected.
 
     n = norm(h), each stream by itself;   x = mean over streams of  sigmoid(up(silu(down(n) / count))) * n
-    h = h + 2 * sigmoid(inject(n) / count) * layer(x), each stream by a gate of its own
+    h = h + 2 * sigmoid(inject(n) / count) * layer(x), with a gate for each stream
 
 ``h`` [tokens, count * hidden]: the streams, one after the other. Every rank has all of it.
 """

@@ -1,6 +1,6 @@
 """Embeddings of the last few tokens, added to the residual streams of a layer (Qwen 4, "per-layer embedding").
 
-Each n-gram of 2 to ``size`` tokens that ends with a token is hashed by several heads, each with a table of its own:
+Each n-gram of 2 to ``size`` tokens that ends with a token is hashed by several heads; each head has a table:
 
     id[head] = xor over i < n of (token[-i] * multiplier[i])  mod  prime[head]
 

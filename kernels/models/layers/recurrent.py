@@ -20,7 +20,7 @@ __all__ = ["CausalConvolution", "caches", "inputs_after", "with_attention"]
 
 class CausalConvolution:
     """A convolution of each channel over the last tokens, ``silu(weight * x + bias)``. ``weight`` [channels, 1, taps],
-    the last tap is the token's own. ``dilation``: tokens from one tap to the next. Its state is the ``kept`` inputs
+    the last tap is of the token itself. ``dilation``: tokens from one tap to the next. Its state is the ``kept`` inputs
     before, [kept, channels]: ``(taps - 1) * dilation``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activate: bool = True, dilation: int = 1) -> None:

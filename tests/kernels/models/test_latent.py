@@ -20,7 +20,7 @@ from kernels.devices import latent_attention
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kernels.distributed.ranks import run_ranks
-from tests.kits.driver import COMMON, DEEPSEEK
+from tests.kits.driver import COMMON, DEEPSEEK, DEEPSEEK_V4
 from tests.kits.parity import scored
 from tests.kits.quantized import fp8_blocks, rewrite
 
@@ -193,6 +193,12 @@ def test_layers_of_experts_follow_config_json():
 def test_compressed_attention_refuses_what_it_does_not_run_with(options, named, reference, drive):
     with pytest.raises(ConfigError, match=named):
         drive(reference("deepseek-v4").path, **options)
+
+
+def test_a_rate_of_deepseek_v4_that_is_no_number_is_named():
+    given = COMMON | DEEPSEEK_V4 | {"architectures": ["DeepseekV4ForCausalLM"]}
+    with pytest.raises(ConfigError, match="compress_ratios must be 0, 4 or 128 for each layer"):
+        parse_config(given | {"layer_types": None, "compress_ratios": [[4]] * 5})
 
 
 def test_compressed_attention_runs_with_quantized_weights(reference, drive, prompts):

@@ -70,6 +70,12 @@ def test_lfm3_alternates_attention_where_config_json_names_no_kinds():
     assert own == (*groups, CacheGroup(State(((6, 48),)), (0, 1, 3, 5)))
 
 
+def test_lfm3_reads_the_usual_rotation_of_windows_as_transformers_does():
+    ropes = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    assert parse("Lfm3ForCausalLM", rope_parameters=ropes).rope.theta == 1e6
+    assert parse("Lfm3ForCausalLM", rope_parameters=None).rope.theta == 1e4
+
+
 @pytest.mark.parametrize("text", ['[0.0, {"__float__": "Infinity"}]', "[0.0, Infinity]", "null"])
 def test_an_infinite_step_is_read_in_each_spelling(text):
     assert parse("FalconH1ForCausalLM", time_step_limit=json.loads(text)) == parse("FalconH1ForCausalLM")
@@ -88,9 +94,10 @@ def test_an_infinite_step_is_read_in_each_spelling(text):
         ("Lfm3ForCausalLM", {"layer_types": ["full_attention"] * 4 + ["mamba"]}, "layer_types must say conv or"),
         (
             "Lfm3ForCausalLM",
-            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}},
             "use proportional or default",
         ),
+        ("Lfm3ForCausalLM", {"rope_parameters": {"rope_theta": 10000.0}}, "an object for each of full_attention and"),
         ("NemotronHForCausalLM", {"layers_block_type": ["moe", 3]}, "layers_block_type must be a list of"),
         ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
         (

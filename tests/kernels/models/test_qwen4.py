@@ -98,6 +98,7 @@ def test_ranks_that_do_not_divide_a_heads_embedding_are_refused():
         ({"eos_token_id": None}, "ple_layer_ids needs an eos_token_id"),
         ({"ple_embed_dim": 26}, "ple_embed_dim 26 is not a multiple of the heads"),
         ({"seed": "a"}, "seed must be a whole number"),
+        ({"hc_count": 1}, "hc_count must be 2 or more"),
         ({"output_gate_type": "tanh"}, "output_gate_type 'tanh' is not supported"),
         ({"vocab_size": 1 << 25}, "vocab_size of at most 16777216"),
     ],
