@@ -39,7 +39,7 @@ def _weight_files(model: Path) -> set[Path]:
     single = model / "model.safetensors"
     if single.is_file():
         return {single}
-    if divided := set(model.glob("*-TP-*.safetensors")):
+    if divided := {*model.glob("*-TP-[0-9][0-9][0-9].safetensors"), *model.glob("*-TP-common.safetensors")}:
         return divided
     try:
         index = json.loads(_bytes(model / "model.safetensors.index.json"))

@@ -27,6 +27,8 @@ def test_config_and_headers_count_and_the_weights_themselves_do_not(tiny_model: 
     weights.unlink()
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one", "b": "two"}}')
     assert fingerprint(copy)["weights"].startswith("2 files of 0 bytes")
+    (copy / "some-TP-notes.safetensors").write_bytes(b"a")
+    assert fingerprint(copy)["weights"].startswith("2 files of 0 bytes")
     for rank in ("000", "001", "common"):
         (copy / f"part-TP-{rank}.safetensors").write_bytes(b"a")
     assert fingerprint(copy)["weights"].startswith("3 files of 3 bytes")
