@@ -24,11 +24,11 @@ from actors.requests.streams import RequestStream
 from tests.kits import engines
 from tests.kits.nodes import cluster
 from tests.kits.real_server import serving
-from tests.kits.replicas import all_decode, replicas, tokens_of
+from tests.kits.replicas import all_decode, halted, replicas, tokens_of
 from tests.kits.returned_values import make_sparse_model
 from tests.kits.waiting import PATIENCE, until
 
-LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, seed=11, max_tokens=40, ignore_eos=True)
 
 small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)
@@ -149,8 +149,9 @@ async def test_a_lost_node_takes_only_its_replica(
             readers = [asyncio.create_task(tokens_of(engine, prompt, LONG)) for prompt in prompts]
             await all_decode(engine, len(prompts))
             assert len(second.journal) == 2
-            other.signal(signal.SIGKILL)
-            await until(lambda: len(first.journal) == 4, "they did not move")
+            with halted(engine, 0):
+                other.signal(signal.SIGKILL)
+                await until(lambda: len(first.journal) == 4, "they did not move")
             assert (second.board.worker, engine.health().reason) == (None, "ok")
             async with asyncio.timeout(PATIENCE):
                 assert await asyncio.gather(*readers) == expected
