@@ -374,8 +374,8 @@ def _check_apart(spec: TensorSpec, wanted: StoredTensor, stored: str, rows: int)
     if spec.shape[0] % wanted.rows and spec.stacked.parts > 1 and rows == -(-whole // wanted.rows):
         raise LoadError(
             f"{stored} has a scale for each {wanted.rows} of the {whole} rows of {spec.stacked.stored}, which are of "
-            f"{spec.stacked.parts} projections of {spec.shape[0]}: one scale is of rows of both, which is not read; use "
-            "a checkpoint that keeps projections apart, or one in bf16"
+            f"{spec.stacked.parts} projections of {spec.shape[0]}: one scale is of rows of both, which is not read; "
+            "use a checkpoint that keeps projections apart, or one in bf16"
         )
 
 

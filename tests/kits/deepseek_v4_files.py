@@ -1,5 +1,5 @@
-"""Writes DeepSeek V4's checkpoints as they are published: most weights in fp8 with a scale for each block, routed experts
-in fp8 or MXFP4, and the other weights in bfloat16 or float32."""
+"""Writes DeepSeek V4's checkpoints as they are published: most weights in fp8 with a scale for each block, routed
+experts in fp8 or MXFP4, and the other weights in bfloat16 or float32."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ SETTINGS = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 _EXPERT = re.compile(r"layers\.\d+\.ffn\.experts\.\d+\.w[123]\.weight")
-_FP8 = re.compile(
-    r"layers\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123])\.weight"
-)
+_FP8 = re.compile(r"layers\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123])\.weight")
 _WIDE = re.compile(r".*(hc_\w+|\.ape|\.attn_sink|\.gate\.bias)$")
 _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 

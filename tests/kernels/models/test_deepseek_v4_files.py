@@ -107,7 +107,10 @@ def broken(scales):
         (changed(f"{EXPERT}.scale", lambda x: x[:, :1]), f"{EXPERT}.scale has shape [64, 1]"),
         (changed(f"{EXPERT}.weight", lambda x: x[:, :16]), f"{EXPERT}.weight has shape [64, 16]"),
         (changed(f"{DENSE}.scale", lambda x: x[:3]), f"{DENSE}.scale has shape [3, 2]"),
-        (changed(f"{DENSE}.weight", lambda x: x.bfloat16()), f"{DENSE}.scale is in the checkpoint and not in the model"),
+        (
+            changed(f"{DENSE}.weight", lambda x: x.bfloat16()),
+            f"{DENSE}.scale is in the checkpoint and not in the model",
+        ),
         (changed(f"{DENSE}.weight", lambda x: x.view(torch.int8)), f"{DENSE}.weight is stored as I8"),
         (changed(f"{EXPERT}.scale", lambda x: x.float()), f"{EXPERT}.scale is stored as F32"),
         (changed(f"{EXPERT}.scale", broken), "has scales that are not finite"),
