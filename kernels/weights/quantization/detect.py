@@ -76,7 +76,7 @@ def detect_scheme(model_path: str | Path, flag: str, overrides: str = "{}") -> S
             f"this checkpoint is quantized by {method}, and --quantization asks for {flag}; leave the flag out, or "
             "use a checkpoint in bf16"
         )
-    if "expert_dtype" in config:  # of DeepSeek V4, beside it
+    if method == "fp8" and "expert_dtype" in config:  # DeepSeek V4 has it beside them
         settings = {"expert_dtype": config["expert_dtype"], **settings}
     return METHODS[method](settings)
 
