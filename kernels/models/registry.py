@@ -482,6 +482,9 @@ _EXAMPLE = {
     "attn_temperature_len": 32,
     "zero_expert_num": 1,
     "o_groups": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "layer_group_size": 2,
 }
 """A small model with everything that a family may have."""
 
