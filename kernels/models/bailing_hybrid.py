@@ -12,7 +12,7 @@ Checkpoints hold a further layer for the token after the next, behind ``num_hidd
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,16 @@ from kernels.models.layers.gated_attention import ApartGates
 from kernels.models.layers.moe import DEEPSEEK, LimitedGate
 from kernels.weights.tensors import Role, TensorSpec, by_outputs, linear
 
-__all__ = ["BailingHybridConfig", "build", "caches", "config", "tensors"]
+__all__ = [
+    "BailingHybridConfig",
+    "build",
+    "caches",
+    "config",
+    "head_config",
+    "layer",
+    "layer_tensors",
+    "tensors",
+]
 
 _NAMES = dataclasses.replace(DEEPSEEK, correction="gate.expert_bias")
 _EMBED = "model.word_embeddings"
@@ -43,6 +52,7 @@ _DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
+_LIMITS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 _FIXED: dict[str, Any] = {
     "gated_attention_proj_granularity_type": "head_wise",
     "moe_router_enable_expert_bias": True,
@@ -90,8 +100,8 @@ def config(raw: ConfigReader) -> ModelConfig:
     return BailingHybridConfig(
         **fields | {"recurrence": _delta(reader), "recurrent": _delta_layers(reader)},
         decay_bound=_bound(reader),
-        limits=_limits(reader, "expert_swiglu_limit_list"),
-        shared_limits=_limits(reader, "share_expert_swiglu_limit_list"),
+        limits=_limits(reader, _LIMITS[0]),
+        shared_limits=_limits(reader, _LIMITS[1]),
     )
 
 
@@ -132,22 +142,49 @@ def _limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
     return moe.limits(ConfigReader({**raw.raw, **own}, raw.architecture), key)
 
 
+def head_config(raw: Mapping[str, Any], target: BailingHybridConfig, layer: int) -> BailingHybridConfig:
+    """The sizes of the head for the token after the next, a model of one layer with latent attention and experts.
+    ``raw``: config.json, in whose lists the head is the ``layer``."""
+    if raw.get("mtp_use_kda"):
+        raise ConfigError("config.json: mtp_use_kda is not supported: heads for later tokens have latent attention")
+    limits = []
+    for key in _LIMITS:
+        values = raw.get(key)
+        own = values[layer : layer + 1] if isinstance(values, list) else values
+        limits.append(moe.limits(ConfigReader({"num_hidden_layers": 1, key: own}, target.architecture), key))
+    assert target.experts is not None
+    return dataclasses.replace(
+        target,
+        layers=1,
+        windows=(0,),
+        experts=dataclasses.replace(target.experts, layers=frozenset((0,))),
+        recurrence=None,
+        recurrent=frozenset(),
+        limits=limits[0],
+        shared_limits=limits[1],
+    )
+
+
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    experts, hidden = config.experts, config.hidden_size
-    assert experts is not None
     yield from vocabulary.tensors(config, _EMBED)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield from pre_norm.norm_tensors(config, layer, "")
-        attend = _delta_tensors if index in config.recurrent else _latent_tensors
-        yield from attend(config, f"{layer}.attention")
-        if index in experts.layers:
-            yield from moe.tensors(experts, hidden, layer, "", _NAMES)
-        else:
-            for spec in mlp.tensors(config, f"{layer}.mlp", ""):
-                yield dataclasses.replace(spec, split=None) if config.whole_dense else spec
+        yield from layer_tensors(config, index, f"model.layers.{index}")
     yield from pre_norm.stream_norm(config, "model.norm")
+
+
+def layer_tensors(config: ModelConfig, index: int, name: str) -> Iterator[TensorSpec]:
+    """The tensors of ``layer``."""
+    experts = config.experts
+    assert experts is not None
+    yield from pre_norm.norm_tensors(config, name, "")
+    attend = _delta_tensors if index in config.recurrent else _latent_tensors
+    yield from attend(config, f"{name}.attention")
+    if index in experts.layers:
+        yield from moe.tensors(experts, config.hidden_size, name, "", _NAMES)
+    else:
+        for spec in mlp.tensors(config, f"{name}.mlp", ""):
+            yield dataclasses.replace(spec, split=None) if config.whole_dense else spec
 
 
 def _delta_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
@@ -177,12 +214,13 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
     assert isinstance(config, BailingHybridConfig)
     vocab = vocabulary.vocabulary(builder, config, _EMBED)
-    layers = [_layer(config, builder, index) for index in range(config.layers)]
+    layers = [layer(config, builder, index, f"model.layers.{index}") for index in range(config.layers)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: BailingHybridConfig, builder: LayerBuilder, index: int) -> Block:
-    name, experts = f"model.layers.{index}", config.experts
+def layer(config: BailingHybridConfig, builder: LayerBuilder, index: int, name: str) -> Block:
+    """The layer ``index``, called ``name`` in the checkpoint."""
+    experts = config.experts
     assert experts is not None
     norms = Norms(
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),

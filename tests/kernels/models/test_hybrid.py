@@ -18,7 +18,7 @@ from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.select import select_device
 from kernels.execution.layer_groups import check_groups
-from kernels.models.bailing_hybrid import BailingHybridConfig
+from kernels.models.bailing_hybrid import BailingHybridConfig, head_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.layers.delta_net import DeltaConfig
 from kernels.models.registry import caches
@@ -172,6 +172,17 @@ def test_ling_3s_published_keys_are_read():
     experts = config.experts
     assert experts is not None
     assert (experts.layers, experts.count, experts.shared, experts.corrected) == ({1, 2, 3, 4, 5}, 8, 16, True)
+
+
+def test_the_head_of_ling_3_is_a_layer_of_latent_attention():
+    target = parse_config(LING3)
+    assert isinstance(target, BailingHybridConfig)
+    head = head_config(LING3 | {"expert_swiglu_limit_list": [0] * 6 + [2.0]}, target, 6)
+    assert (head.layers, head.recurrent, head.limits, head.shared_limits) == (1, frozenset(), (2.0,), (0.0,))
+    assert head.experts is not None
+    assert head.experts.layers == {0}
+    with pytest.raises(ConfigError, match="mtp_use_kda is not supported"):
+        head_config(LING3 | {"mtp_use_kda": True}, target, 6)
 
 
 @pytest.mark.parametrize(
