@@ -67,11 +67,11 @@ def test_uploads_that_never_end_hinder_nobody(target: Target, kind: str, end: Ca
 
 
 def test_memory_of_uploads_that_end_is_used_again(target: Target) -> None:
-    """Whatever a round of them takes, the next ones take the same again."""
+    """A round may leave free memory with the allocator; the next ones take it again."""
     target.client.get("/live")
     before = connections(target)
     sizes = []
-    for _ in range(4):
+    for _ in range(10):
         with contextlib.ExitStack() as stack:
             for _ in range(8):
                 connection = stack.enter_context(connected(target))
@@ -79,7 +79,7 @@ def test_memory_of_uploads_that_end_is_used_again(target: Target) -> None:
             assert target.post("/v1/chat/completions", CHAT).status_code == 200
         blocking_until(lambda: connections(target) <= before, "a connection is kept")
         sizes.append(psutil.Process(target.server.process.pid).memory_info().rss)
-    assert sizes[-1] < sizes[0] + 8 * MAX_BODY / 2
+    assert sizes[-1] < sizes[0] + 2 * 8 * MAX_BODY  # nine rounds that leak a quarter take more
 
 
 def test_unfinished_uploads_of_one_key_leave_room_for_others(target: Target) -> None:
