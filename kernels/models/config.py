@@ -213,8 +213,8 @@ class ModelConfig:
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``shared_caches``: layers that read another's cache in place
-    of one of their own, and the one whose cache each of them reads. ``code``: of a model that runs transformers' modeling code. ``whole_dense``: dense
-    feed-forward layers beside those of experts are not divided over ranks.
+    of one of their own, and the one whose cache each of them reads. ``code``: of a model that runs transformers'
+    modeling code. ``whole_dense``: dense feed-forward layers beside those of experts are not divided over ranks.
     """
 
     architecture: str

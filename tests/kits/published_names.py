@@ -51,42 +51,17 @@ def _olmo_hybrid(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mistral_large4(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = {
-        "model.embed_tokens": "tok_embeddings",
-        "lm_head": "output",
-        "model.rotary_emb.alpha": "lerope.alpha",
-        "model.": "",
-        "self_attn.indexer.softmax_scaling.scale": "attention.indexer.ssmax_scaling.s",
-        "self_attn.indexer.softmax_scaling.bias": "attention.indexer.ssmax_scaling.b",
-        "self_attn.softmax_scaling.scale": "attention.ssmax_scaling.s",
-        "self_attn.softmax_scaling.bias": "attention.ssmax_scaling.b",
-        "self_attn.q_proj": "attention.wq",
-        "self_attn.o_proj": "attention.wo",
-        "self_attn.kv_a_proj_with_mqa": "attention.wkv_a_with_mqa",
-        "self_attn.kv_b_proj": "attention.wkv_b",
-        "self_attn.kv_a_layernorm": "attention.kv_a_norm",
-        "self_attn.": "attention.",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate.": "gate.",
-        **{f"mlp.shared_experts.{part}_proj": f"shared_experts.w{one}" for part, one in (("gate", 1), ("up", 3))},
-        "mlp.shared_experts.down_proj": "shared_experts.w2",
-        **{f"mlp.{part}_proj": f"feed_forward.w{one}" for part, one in (("gate", 1), ("up", 3), ("down", 2))},
-    }
+    """By transformers' names, with experts apart: ``test_wrapped`` reads the published ones."""
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        prefix = name.partition("mlp.experts.")[0]
-        if name.endswith("mlp.experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                for part, piece in zip((1, 3), both.chunk(2), strict=True):
-                    result[f"{prefix}experts.{expert}.w{part}.weight"] = piece
-        elif name.endswith("mlp.experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                result[f"{prefix}experts.{expert}.w2.weight"] = down
-        else:
+        block, _, part = name.rpartition(".experts.")
+        if not block:
             result[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for expert, weight in enumerate(tensor):
+            for own, piece in zip(parts, weight.chunk(len(parts)), strict=True):
+                result[f"{block}.experts.{expert}.{own}.weight"] = piece
     return result
 
 

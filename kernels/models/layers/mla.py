@@ -110,9 +110,11 @@ class LatentAttention:
         plain = config.rope_interleaved and not config.qkv_bias and self.growth is None and self.rows is None
         if not plain or not self.attention.fits_prologue(config.hidden_size, latent.query_rank, heads, dims):
             return None
+        if self.query_norm is None or self.norm is None:
+            return None
         names = (f"{module}.q_a_proj", f"{module}.q_b_proj", f"{module}.kv_a_proj_with_mqa")
         down, up, vectors = (builder.source.projection([name]) for name in names)
-        if self.query_norm is None or self.norm is None or isinstance(down, tuple) or isinstance(up, tuple) or isinstance(vectors, tuple):
+        if isinstance(down, tuple) or isinstance(up, tuple) or isinstance(vectors, tuple):
             return None
         weights = LatentWeights(down, up, vectors, self.query_norm, self.norm, self.expansion)
         result = self.attention.make_latent_prologue(weights)
