@@ -350,6 +350,7 @@ MISTRAL_LARGE4 = {key: size for key, size in INDEXED.items() if key != "q_lora_r
     "no_rope_layers": [1, 0, 1, 0, 1],
     "kv_source_layers": [0, 1, 0, 1, 4],
     "indexer_types": ["full", "full", "full", "shared", "shared"],
+    "index_n_heads": 16,  # with few of them all scores of a token are 0 more often, and ties differ with the length
     "rope_parameters": YARN_ROPE | {"attention_factor": 1.0},
     "final_logit_softcapping": 5.0,
 }
