@@ -17,6 +17,7 @@ import pytest
 
 from kernels.contract.config import RunnerConfig
 from kernels.execution.runner import ModelRunner
+from tests.kits.causal_models import causal_model
 from tests.kits.driver import (
     COMMON,
     CONVOLUTIONS,
@@ -221,7 +222,7 @@ class Reference:
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         if "rotary_dim" in options and "partial_rotary_factor" not in config.rope_parameters:
             pytest.skip(f"transformers {transformers.__version__} rotates whole heads of {family}")
-        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+        model = causal_model(family)(config).eval()
         if options.get("attention_chunk_size", 1) is None:
             try:
                 model(torch.tensor([[0]]))
