@@ -163,6 +163,7 @@ BUILT_IN = (
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe", gguf="granitemoe", gguf_experts=True),
     Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid", gguf="granitehybrid"),
     Entry("Grok1ForCausalLM", "kernels.models.grok", gguf="grok", gguf_experts=True),
+    Entry("HYV4ForCausalLM", "kernels.models.hunyuan_v4"),
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan", gguf="hunyuan-dense"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe", gguf="hunyuan-moe", gguf_experts=True),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2", gguf="internlm2"),
