@@ -152,6 +152,11 @@ DIVISIBLE |= {
         "DeepseekV32",
         WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
     ),
+    "wide-mistral-large4": (  # a layer with positions and one without
+        "MistralLarge4Text",
+        {key: size for key, size in WIDE_LATENT.items() if key != "q_lora_rank"}
+        | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "no_rope_layers": [1, 0]},
+    ),
 }
 DIVISIBLE |= {
     f"parallel-{name}": (DIVISIBLE[name][0], DIVISIBLE[name][1] | {"vocab_size": 212})

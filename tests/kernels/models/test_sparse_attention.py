@@ -1,5 +1,5 @@
-"""Sparse attention of DeepSeek V3.2, GLM-5 and Mistral Large 4: what is chosen, long prompts, caches, and sizes that are refused;
-``test_equality`` compares the families with transformers.
+"""Sparse attention of DeepSeek V3.2, GLM-5 and Mistral Large 4: what is chosen, long prompts, caches, and sizes that
+are refused; ``test_equality`` compares the families with transformers.
 """
 
 from __future__ import annotations
