@@ -123,8 +123,10 @@ BUILT_IN = (
     Entry("ArceeForCausalLM", "kernels.models.arcee", gguf="arcee"),
     Entry("BaiChuanForCausalLM", "kernels.models.baichuan"),
     Entry("BaichuanForCausalLM", "kernels.models.baichuan", gguf="baichuan"),
+    Entry("BailingHybridForCausalLM", "kernels.models.bailing_hybrid"),
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe", gguf_experts=True),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe2", gguf_experts=True),
+    Entry("BailingMoeV3ForCausalLM", "kernels.models.bailing_hybrid"),
     Entry("BambaForCausalLM", "kernels.models.bamba"),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
@@ -501,6 +503,9 @@ _EXAMPLE = {
     "attn_temperature_len": 32,
     "zero_expert_num": 1,
     "o_groups": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "layer_group_size": 2,
 }
 """A small model with everything that a family may have."""
 

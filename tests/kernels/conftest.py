@@ -177,6 +177,15 @@ DIVISIBLE |= {  # sizes that are multiples of 16, for weights in groups and bloc
     for name, (family, options) in (LATENT | ROUTED | SPARSE).items()
 }
 
+DIVISIBLE |= {  # sizes for blocks of 16 and, in experts of two ranks, groups of 32
+    "blocks-deepseek-v4": (
+        "DeepseekV4",
+        LATENT["deepseek-v4"][1]
+        | {"hidden_size": 64, "q_lora_rank": 32, "o_lora_rank": 16, "vocab_size": 212}
+        | {"moe_intermediate_size": 64, "intermediate_size": 64},
+    ),
+}
+
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
     "native-qwen3": (
         "Qwen3",

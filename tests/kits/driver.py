@@ -655,6 +655,16 @@ KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed
     "pad_token_id": 0,
 }
 
+LING3 = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+    "num_local_experts": 8,
+    "num_hidden_layers": 4,
+    "layer_group_size": 2,
+    "head_dim": 12,
+    "q_lora_rank": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
     "bamba": ("Bamba", BAMBA),
     "falcon-h1": ("FalconH1", FALCON),
@@ -689,6 +699,11 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
     "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
     "qwen4": ("Qwen4ExpText", QWEN4),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "ling3": ("BailingHybrid", LING3),
+    "ling3-softplus": (
+        "BailingHybrid",
+        LING3 | {"kda_safe_gate": False, "q_lora_rank": 20, "first_k_dense_replace": 2},
+    ),
     "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
     "olmo-hybrid-rotated": (
         "OlmoHybrid",

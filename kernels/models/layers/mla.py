@@ -81,9 +81,16 @@ def attention(
 
 class LatentAttention:
     """The layer of ``tensors``: attention of normed tokens, projected back. ``indexer``: chooses what is attended to,
-    in this layer or in one before it; None: all tokens are."""
+    in this layer or in one before it; None: all tokens are. ``output``: in place of the projection back."""
 
-    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, indexer: Indexer | None = None) -> None:
+    def __init__(
+        self,
+        builder: LayerBuilder,
+        config: ModelConfig,
+        module: str,
+        indexer: Indexer | None = None,
+        output: Linear | None = None,
+    ) -> None:
         self.indexer, self.module = indexer, module
         self.sizes = latent = _sizes(config)
         self.attention, self.rows = builder.ops.attention, builder.rows
@@ -101,7 +108,7 @@ class LatentAttention:
         if self.prologue is None:
             self._make_projections(builder, config, module)
         self.context = builder.context_parallel
-        self.output = (builder.linear if latent.whole else builder.row_parallel)(f"{module}.o_proj")
+        self.output = output or (builder.linear if latent.whole else builder.row_parallel)(f"{module}.o_proj")
 
     def _make_prologue(self, builder: LayerBuilder, config: ModelConfig, module: str) -> LatentPrologue | None:
         """The device's own way to attention, if it has one for this layer."""

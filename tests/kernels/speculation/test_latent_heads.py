@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
@@ -20,6 +21,8 @@ from kernels.speculation import verify
 from tests.kits.speculation.latent_heads import with_head
 
 LAYERS = {"deepseek-v3": DeepseekV3DecoderLayer, "glm4-moe": Glm4MoeDecoderLayer}
+if hasattr(transformers, "BailingHybridConfig"):
+    LAYERS["ling3"] = transformers.models.bailing_hybrid.modeling_bailing_hybrid.BailingHybridDecoderLayer
 DRAFTED = LAYERS | {"deepseek-v3.2": DeepseekV32DecoderLayer}
 SETTINGS = SpeculativeSettings("MTP", num_steps=3, topk=1, num_draft_tokens=4)
 
