@@ -41,6 +41,7 @@ __all__ = [
     "LFM2_EXPERTS",
     "LFM3",
     "LLAMA3_ROPE",
+    "MISTRAL_LARGE4",
     "NEMOTRON",
     "QWEN4",
     "ROUTED",
@@ -344,6 +345,16 @@ DEEPSEEK = {
 INDEXED = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 16}
 SHARED_INDEX = ["full", "shared", "full", "shared"]
 
+MISTRAL_LARGE4 = {key: size for key, size in INDEXED.items() if key != "q_lora_rank"} | {
+    "num_hidden_layers": 5,
+    "no_rope_layers": [1, 0, 1, 0, 1],
+    "kv_source_layers": [0, 1, 0, 1, 4],
+    "indexer_types": ["full", "full", "full", "shared", "shared"],
+    "index_n_heads": 16,  # with few of them all scores of a token are 0 more often, and ties differ with the length
+    "rope_parameters": YARN_ROPE | {"attention_factor": 1.0},
+    "final_logit_softcapping": 5.0,
+}
+
 LONGCAT = DEEPSEEK | {
     "num_layers": 2,
     "ffn_hidden_size": 80,
@@ -395,6 +406,7 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
         "GlmMoeDsa",
         INDEXED | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "indexer_types": SHARED_INDEX},
     ),
+    "mistral-large4": ("MistralLarge4Text", MISTRAL_LARGE4),
     "deepseek-v4": ("DeepseekV4", DEEPSEEK_V4),
     "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }
