@@ -17,6 +17,7 @@ import pytest
 
 from kernels.contract.config import RunnerConfig
 from kernels.execution.runner import ModelRunner
+from tests.kits.causal_models import causal_model
 from tests.kits.driver import (
     COMMON,
     CONVOLUTIONS,
@@ -157,6 +158,11 @@ DIVISIBLE |= {
         "DeepseekV32",
         WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
     ),
+    "wide-mistral-large4": (  # a layer with positions and one without
+        "MistralLarge4Text",
+        {key: size for key, size in WIDE_LATENT.items() if key != "q_lora_rank"}
+        | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "no_rope_layers": [1, 0]},
+    ),
 }
 DIVISIBLE |= {
     f"parallel-{name}": (DIVISIBLE[name][0], DIVISIBLE[name][1] | {"vocab_size": 212})
@@ -227,7 +233,7 @@ class Reference:
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         if "rotary_dim" in options and "partial_rotary_factor" not in config.rope_parameters:
             pytest.skip(f"transformers {transformers.__version__} rotates whole heads of {family}")
-        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+        model = causal_model(family)(config).eval()
         if options.get("attention_chunk_size", 1) is None:
             try:
                 model(torch.tensor([[0]]))
