@@ -14,8 +14,7 @@ import pytest
 from kernels.contract.caches import CacheGroup, Paged, State, Window
 from kernels.contract.errors import ConfigError
 from kernels.models import lfm3
-from kernels.models.config import local_config
-from kernels.models.config import RopeConfig
+from kernels.models.config import RopeConfig, local_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kits.driver import BAMBA, COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, LFM3, NEMOTRON
