@@ -35,6 +35,7 @@ from tests.kits.driver import (
     KIMI_LINEAR,
     LATENT,
     LFM2_EXPERTS,
+    LFM3,
     NEMOTRON,
     QWEN4,
     ROUTED,
@@ -130,6 +131,11 @@ DIVISIBLE |= {
         | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
         | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
     ),
+    "lfm3-one-tap": ("Lfm3", LFM3 | {"conv_L_cache": 1}),
+    "qwen4-one-index-head": (
+        "Qwen4ExpText",
+        {key: value for key, value in QWEN4.items() if key != "ple_layer_ids"} | {"indexer_n_heads": 1},
+    ),
 }
 
 WIDE_LATENT = DEEPSEEK | {  # sizes that operators for latent attention take
@@ -151,6 +157,11 @@ DIVISIBLE |= {
     "wide-deepseek-v3.2": (
         "DeepseekV32",
         WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
+    ),
+    "wide-mistral-large4": (  # a layer with positions and one without
+        "MistralLarge4Text",
+        {key: size for key, size in WIDE_LATENT.items() if key != "q_lora_rank"}
+        | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "no_rope_layers": [1, 0]},
     ),
 }
 DIVISIBLE |= {
