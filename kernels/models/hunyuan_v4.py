@@ -72,8 +72,8 @@ def config(raw: ConfigReader) -> ModelConfig:
     raw = ConfigReader({**_DEFAULTS, **raw.raw, **own}, raw.architecture)
     experts = raw.deepseek_experts(raw.later_layers(1), "sigmoid", pair_sum=True)
     plain = raw.indexed_decoder(experts=experts, eps=1e-5)
-    latent, _ = deepseek_v32.sizes(plain)
-    index = dataclasses.replace(latent.index, rotates_last=True, norm_eps=plain.norm_eps)
+    latent, index = deepseek_v32.sizes(plain)
+    index = dataclasses.replace(index, rotates_last=True, norm_eps=plain.norm_eps)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return HunyuanV4Config(
         **fields | {"latent": dataclasses.replace(latent, index=index), "sinks": True},
