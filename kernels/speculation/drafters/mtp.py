@@ -317,9 +317,9 @@ def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, lis
             if layout is QWEN and not isinstance(target.recurrence, DeltaConfig):
                 layout = EXAONE
             return layout, found
-    wanted = " nor ".join(layout.projection.format(head=f"{layout.layers}.N", number="N") for layout in layouts)
+    wanted = " or ".join(layout.projection.format(head=f"{layout.layers}.N", number="N") for layout in layouts)
     raise LoadError(
-        f"the weights in {checkpoint.path} have no head for tokens after the next: neither {wanted}; give "
+        f"the weights in {checkpoint.path} have no head for tokens after the next: no {wanted}; give "
         "--speculative-draft-model-path, or use another algorithm"
     )
 
