@@ -16,7 +16,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, short_convolution, vocabulary
 from kernels.models.layers.block import AttentionLayer, Block, Norms, attention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.gated_attention import ApartGatedAttention
+from kernels.models.layers.gated_attention import apart_gated
 from kernels.models.layers.short_convolution import ConvolutionConfig, ShortConvolution
 from kernels.weights.tensors import TensorSpec, by_outputs, linear, norm
 
@@ -117,7 +117,7 @@ def _layer(config: Lfm3Config, builder: LayerBuilder, index: int) -> Block:
     if index in config.recurrent:
         mixer = ShortConvolution(builder, config, f"{name}.conv")
     elif config.gated:
-        mixer = ApartGatedAttention(builder, config, f"{name}.self_attn", window, "gate_proj")
+        mixer = apart_gated(builder, config, f"{name}.self_attn", window, "gate_proj")
     else:
         mixer = attention(builder, config, f"{name}.self_attn", window)
     return Block(builder, config, mixer, lfm2.feed_forward(builder, f"{name}.feed_forward"), norms)

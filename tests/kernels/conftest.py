@@ -17,6 +17,7 @@ import pytest
 
 from kernels.contract.config import RunnerConfig
 from kernels.execution.runner import ModelRunner
+from tests.kits.causal_models import causal_model
 from tests.kits.driver import (
     COMMON,
     CONVOLUTIONS,
@@ -151,6 +152,11 @@ DIVISIBLE |= {
         "DeepseekV32",
         WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
     ),
+    "wide-mistral-large4": (  # a layer with positions and one without
+        "MistralLarge4Text",
+        {key: size for key, size in WIDE_LATENT.items() if key != "q_lora_rank"}
+        | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "no_rope_layers": [1, 0]},
+    ),
 }
 DIVISIBLE |= {
     f"parallel-{name}": (DIVISIBLE[name][0], DIVISIBLE[name][1] | {"vocab_size": 212})
@@ -169,6 +175,15 @@ SIXTEENS = {
 DIVISIBLE |= {  # sizes that are multiples of 16, for weights in groups and blocks
     f"sixteens-{name}": (family, options | {key: size for key, size in SIXTEENS.items() if key in COMMON | options})
     for name, (family, options) in (LATENT | ROUTED | SPARSE).items()
+}
+
+DIVISIBLE |= {  # sizes for blocks of 16 and, in experts of two ranks, groups of 32
+    "blocks-deepseek-v4": (
+        "DeepseekV4",
+        LATENT["deepseek-v4"][1]
+        | {"hidden_size": 64, "q_lora_rank": 32, "o_lora_rank": 16, "vocab_size": 212}
+        | {"moe_intermediate_size": 64, "intermediate_size": 64},
+    ),
 }
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
@@ -212,7 +227,7 @@ class Reference:
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         if "rotary_dim" in options and "partial_rotary_factor" not in config.rope_parameters:
             pytest.skip(f"transformers {transformers.__version__} rotates whole heads of {family}")
-        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+        model = causal_model(family)(config).eval()
         if options.get("attention_chunk_size", 1) is None:
             try:
                 model(torch.tensor([[0]]))

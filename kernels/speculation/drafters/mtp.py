@@ -29,7 +29,8 @@ Public layouts, in the target's checkpoint or in a separate one:
   ``model.mtp.norm``. The layer has latent attention and no experts;
 * Nemotron 3's: ``mtp.layers.0``, which is attention, with ``enorm``, ``hnorm``, ``eh_proj`` of embedding | feature;
   ``mtp.layers.1``, which is experts, with ``final_layernorm``;
-* Ling 2's: ``model.layers.N`` as DeepSeek's with ``final_layernorm``. The layer is the target's with experts.
+* Ling 2's and 3's: as DeepSeek's, with ``final_layernorm``. The layer is the target's with experts, and with latent
+  attention where it has it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
-from kernels.models import bailing_moe, exaone4, longcat_flash, mimo_v2_flash, nemotron_h, step3p5
+from kernels.models import bailing_hybrid, bailing_moe, exaone4, longcat_flash, mimo_v2_flash, nemotron_h, step3p5
 from kernels.models.config import ModelConfig
 from kernels.models.layers.block import Block
 from kernels.models.layers.builder import LayerBuilder
@@ -265,8 +266,11 @@ MIMO = Layout(
 ERNIE = Layout("mtp_block", "mtp_emb_norm.{number}", "mtp_hidden_norm.{number}", "mtp_linear_proj.{number}", "")
 QWEN = Layout("mtp.layers", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 EXAONE = replace(QWEN)
+_LING = replace(DEEPSEEK, last_norm="{head}.final_layernorm")
 _OWN = {
-    "BailingMoeV2ForCausalLM": Layout("layers", *_PARTS, "{head}.final_layernorm", family=bailing_moe),
+    "BailingHybridForCausalLM": replace(_LING, family=bailing_hybrid),
+    "BailingMoeV3ForCausalLM": replace(_LING, family=bailing_hybrid),
+    "BailingMoeV2ForCausalLM": replace(_LING, family=bailing_moe),
     "Exaone4ForCausalLM": replace(QWEN, family=exaone4),
     "LongcatFlashForCausalLM": Layout(
         "mtp.layers",

@@ -36,7 +36,7 @@ LAYOUTS = {
     "compressed-tensors": (packed(4, 16), PACKED, dequantized(4, 16, True)),
 }
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "minicpm3"]
+LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "minicpm3", "mistral-large4"]
 SPARSE = ["glm4-moe", "minimax-m2", "olmoe", "qwen3-moe"]
 FAMILIES = [f"sixteens-{name}" for name in (*LATENT, *SPARSE)]
 """Whose sizes are multiples of 16."""
