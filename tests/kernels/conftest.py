@@ -35,6 +35,7 @@ from tests.kits.driver import (
     KIMI_LINEAR,
     LATENT,
     LFM2_EXPERTS,
+    LFM3,
     NEMOTRON,
     QWEN4,
     ROUTED,
@@ -129,6 +130,11 @@ DIVISIBLE |= {
         {key: value for key, value in QWEN4.items() if key not in ("ple_layer_ids", "rope_parameters")}
         | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
         | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
+    ),
+    "lfm3-one-tap": ("Lfm3", LFM3 | {"conv_L_cache": 1}),
+    "qwen4-one-index-head": (
+        "Qwen4ExpText",
+        {key: value for key, value in QWEN4.items() if key != "ple_layer_ids"} | {"indexer_n_heads": 1},
     ),
 }
 

@@ -665,6 +665,22 @@ LING3 = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_exper
     "pad_token_id": 0,
 }
 
+MINIMAX = {
+    "num_hidden_layers": 4,
+    "layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "block_size": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "linear_attn_alpha_factor": 1.4,
+    "linear_attn_beta_factor": 0.8,
+    "full_attn_alpha_factor": 1.2,
+    "full_attn_beta_factor": 0.9,
+    "mlp_alpha_factor": 1.6,
+    "mlp_beta_factor": 0.7,
+    "pad_token_id": 0,
+}
+
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
     "bamba": ("Bamba", BAMBA),
     "falcon-h1": ("FalconH1", FALCON),
@@ -704,6 +720,8 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
         "BailingHybrid",
         LING3 | {"kda_safe_gate": False, "q_lora_rank": 20, "first_k_dense_replace": 2},
     ),
+    "minimax-text": ("MiniMax", MINIMAX),
+    "minimax-text-windows": ("MiniMax", MINIMAX | {"layer_types": None, "sliding_window": 21}),
     "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
     "olmo-hybrid-rotated": (
         "OlmoHybrid",

@@ -68,6 +68,13 @@ def test_the_language_model_of_a_checkpoint_that_reads_images(name, reference, d
     assert driver.generate(1, 32) == model.greedy(prompt, 32)
 
 
+def test_a_convolution_over_one_token_has_an_empty_state(reference, drive, prompts):
+    """``conv_L_cache`` 1."""
+    model, (prompt,) = reference("lfm3-one-tap"), prompts(40)
+    found = scored(drive(model.path), prompt, [20, 1, 19])
+    np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
+
+
 def test_kimis_published_keys_are_read():
     published = {
         "architectures": ["KimiLinearForCausalLM"],

@@ -12,7 +12,7 @@ from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices import sparse_attention
-from kernels.devices.sparse_attention import choose_tokens
+from kernels.devices.sparse_attention import choose_tokens, highest
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kits.driver import COMMON, INDEXED, MISTRAL_LARGE4
@@ -68,6 +68,13 @@ def test_queries_with_few_tokens_choose_all_of_them():
     (chosen,) = choose_tokens(queries, weights, cache, rows, 6)
     for query in range(5):
         assert sorted(chosen[query].tolist()) == [-1] * (5 - query) + list(range(query + 1))
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 70])
+def test_of_equal_scores_the_first_are_the_highest(hidden):
+    seen = torch.tensor([[0.0, 3.0, 0.0, 0.0, 2.0, 0.0], [1.0, 1.0, 1.0, 0.0, torch.nan, 1.0]])
+    scores = torch.cat((seen, torch.full((2, hidden), -torch.inf)), 1)
+    assert highest(scores, 4).tolist() == [[0, 1, 2, 4], [0, 1, 2, 5]]
 
 
 def test_layers_without_an_indexer_cache_no_keys_of_it(reference):
