@@ -255,7 +255,7 @@ class Expansion:
     def _batch(
         self, tokens: Tensor, positions: Tensor, index: Tensor, rows: AttentionRows, states: Tensor
     ) -> ForwardBatch:
-        return forward_batch(self._device, self._model.config, tokens, positions, index, rows, states)
+        return forward_batch(self._device, self._model.config, tokens, positions, index, rows, states=states)
 
     @property
     def _reads_rows(self) -> bool:
@@ -269,6 +269,7 @@ def forward_batch(
     positions: Tensor,
     index: Tensor,
     rows: AttentionRows,
+    *,
     states: Tensor | None = None,
 ) -> ForwardBatch:
     """A pass of a draft over ``tokens`` [tokens] of ``rows``, which stand at ``index`` of its cache."""
