@@ -18,7 +18,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, pre_norm, sparse, vocabulary
 from kernels.models.layers.block import Block, Norms, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.gated_attention import ApartGatedAttention
+from kernels.models.layers.gated_attention import apart_gated
 from kernels.models.layers.moe import ExpertNames, LimitedGate
 from kernels.weights.tensors import TensorSpec, by_outputs, linear
 
@@ -122,8 +122,8 @@ def config(raw: ConfigReader) -> ModelConfig:
         },
         window_heads=_window_heads(raw, plain),
         all_heads=plain.heads,
-        limits=_limits(raw, "swiglu_limits"),
-        shared_limits=_limits(raw, "swiglu_limits_shared"),
+        limits=moe.limits(raw, "swiglu_limits"),
+        shared_limits=moe.limits(raw, "swiglu_limits_shared"),
     )
 
 
@@ -224,15 +224,6 @@ def _window_heads(raw: ConfigReader, plain: ModelConfig) -> int:
     return heads
 
 
-def _limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
-    """A limit for each layer, 0: none."""
-    values = raw.raw.get(key) or [None] * raw.layers
-    if not isinstance(values, list) or len(values) != raw.layers:
-        raise ConfigError(f"config.json: {key} must have a number or null for each layer")
-    reader = (ConfigReader({key: value}, raw.architecture) for value in values)
-    return tuple(one.number(key, 0.0) if one.raw[key] else 0.0 for one in reader)
-
-
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
     return sparse.tensors(config, _NAMES, _tensors)
@@ -274,7 +265,7 @@ def layer(config: Step3p5Config, builder: LayerBuilder, index: int, name: str) -
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps, config.norm_offset),
         before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps, config.norm_offset),
     )
-    attention = ApartGatedAttention(builder, own, f"{name}.self_attn", config.windows[index], "g_proj")
+    attention = apart_gated(builder, own, f"{name}.self_attn", config.windows[index], "g_proj")
     return Block(builder, own, attention, _feed_forward(config, builder, index, name), norms)
 
 

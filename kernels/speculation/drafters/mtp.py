@@ -17,6 +17,7 @@ Public layouts, in the target's checkpoint or in a separate one:
   ``final_layernorm``;
 * Step 3.5's: as DeepSeek's, with ``transformer.shared_head.norm`` and an output ``transformer.shared_head.output`` of
   each head. The layer is the target's; states are not normed before they are read;
+* Ling 3's: as DeepSeek's, with ``final_layernorm``. The layer is the target's with latent attention;
 * ERNIE 4.5's: ``model.mtp_block.i`` without experts, ``mtp_emb_norm.i``, ``mtp_hidden_norm.i``, ``mtp_linear_proj.i``
   of embedding | feature; no norm follows;
 * Qwen3-Next's: ``mtp.layers.i``; beside it ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden``, ``mtp.fc`` of
@@ -42,11 +43,13 @@ from kernels.contract.step import Admission
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.core.operators import PendingResidual
 from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
-from kernels.models import step3p5
+from kernels.models import bailing_hybrid, step3p5
+from kernels.models.bailing_hybrid import BailingHybridConfig
 from kernels.models.config import ModelConfig
 from kernels.models.layers.block import Block
 from kernels.models.layers.delta_net import DeltaConfig
@@ -69,7 +72,19 @@ from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec, output, table_of
 
-__all__ = ["DEEPSEEK", "ERNIE", "EXAONE", "MIMO", "QWEN", "STEP", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
+__all__ = [
+    "DEEPSEEK",
+    "ERNIE",
+    "EXAONE",
+    "LING",
+    "MIMO",
+    "QWEN",
+    "STEP",
+    "Layout",
+    "MtpDrafter",
+    "MtpModel",
+    "MultiHeads",
+]
 
 
 class MultiHeads(Drafter):
@@ -223,6 +238,7 @@ DEEPSEEK = Layout(
     "layers", "enorm", "hnorm", "eh_proj", "shared_head.norm", True, ("embed_tokens.weight", "shared_head.head.weight")
 )
 STEP = replace(DEEPSEEK, last_norm="transformer.shared_head.norm", unused=(), output="transformer.shared_head.output")
+LING = replace(DEEPSEEK, last_norm="final_layernorm")
 MIMO = Layout("mtp_layers", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False)
 ERNIE = Layout("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", True, numbered=True)
 QWEN = Layout("mtp.layers", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, beside="mtp")
@@ -232,20 +248,20 @@ EXAONE = replace(QWEN)
 def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, list[str]]:
     """The layout, and the heads' names in order. Raises LoadError where there are none, ConfigError for a target whose
     heads are not built."""
-    step = isinstance(target, Step3p5Config)
+    step, ling = isinstance(target, Step3p5Config), isinstance(target, BailingHybridConfig)
     if target.norm_offset and not isinstance(target.recurrence, DeltaConfig) and not step:
         raise ConfigError(
             f"the heads for later tokens of {target.architecture} are not run, as their norms add to their weights; "
             "use --speculative-algorithm NGRAM"
         )
     if checkpoint.dummy:
+        count = int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
+        if step or ling:
+            return STEP if step else LING, [f"layers.{target.layers + index}" for index in range(count)]
         if isinstance(target.recurrence, DeltaConfig):
             return QWEN, [f"{QWEN.layers}.0"]
-        count = int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
-        if step:
-            return STEP, [f"{STEP.layers}.{target.layers + index}" for index in range(count)]
         return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
-    for layout in (STEP,) if step else (DEEPSEEK, MIMO, ERNIE, QWEN):
+    for layout in (STEP,) if step else (LING,) if ling else (DEEPSEEK, MIMO, ERNIE, QWEN):
         part = "input_layernorm" if layout.beside or layout.numbered else layout.projection
         pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\.{part}")
         result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
@@ -272,6 +288,10 @@ class MtpHead(HeadModel):
         self.projection = context.device.linear.make_projection(projection, None)
         self.last_norm = self.norm(layout.weight(prefix, layout.last_norm)) if layout.last_norm else None
         self.block: Block | None = None
+        self.normed_late = isinstance(self.config, Step3p5Config)
+        if isinstance(self.config, BailingHybridConfig):
+            self.block = bailing_hybrid.layer(self.config, weights.builder, 0, prefix)
+            return
         if isinstance(self.config, Step3p5Config):
             self.block = step3p5.layer(self.config, weights.builder, 0, prefix)
             rows, group = weights.take([f"{prefix}.{layout.output}.weight"]), context.group
@@ -294,15 +314,17 @@ class MtpHead(HeadModel):
         both = (self.ends.embed(batch.token_ids), self.token_norm), (states, self.state_norm)
         first, second = both if self.token_first else both[::-1]
         residual = self.projection(self.device.elementwise.norm_pair(*first, *second))
+        x: PendingResidual
         if self.block is not None:
-            return self.device.elementwise.add_pending(*self.block(None, residual, cos, sin, cache, batch))
-        x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
-        if self.last_norm is None:
+            x, residual = self.block(None, residual, cos, sin, cache, batch)
+        else:
+            x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
+        if self.last_norm is None or self.normed_late:
             return self.device.elementwise.add_pending(x, residual)
         return norm_of_sum(self.last_norm, x, residual)[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        final = None if self.block is None else self.last_norm
+        final = self.last_norm if self.normed_late else None
         return super().logits(states if final is None else final(states))
 
 
@@ -335,6 +357,8 @@ def _config(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, target: Mo
     """The sizes of one head."""
     if isinstance(target, Step3p5Config):
         return step3p5.head_config(checkpoint.raw, int(prefix.rpartition(".")[2]))
+    if isinstance(target, BailingHybridConfig):
+        return bailing_hybrid.head_config(checkpoint.raw, target, int(prefix.rpartition(".")[2]))
     if layout is QWEN:
         experts = None if target.experts is None else replace(target.experts, layers=frozenset((0,)))
         return replace(target, layers=1, windows=(0,), experts=experts, recurrence=None, recurrent=frozenset())
@@ -360,6 +384,8 @@ def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: M
     hidden = config.hidden_size
     if isinstance(config, Step3p5Config):
         result = table_of(step3p5.head_tensors(config, prefix))
+    elif isinstance(config, BailingHybridConfig):
+        result = table_of(bailing_hybrid.layer_tensors(config, 0, prefix))
     else:
         result = dict(gated_tensors(config, prefix) if layout is QWEN else layer_tensors(config, prefix))
     for norm in filter(None, (layout.token_norm, layout.state_norm, layout.last_norm)):

@@ -14,7 +14,7 @@ import pytest
 from kernels.contract.caches import CacheGroup, Paged, State, Window
 from kernels.contract.errors import ConfigError
 from kernels.models import lfm3
-from kernels.models.config import local_config
+from kernels.models.config import RopeConfig, local_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kits.driver import BAMBA, COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, LFM3, NEMOTRON
@@ -52,6 +52,15 @@ def test_each_kind_of_layer_keeps_what_it_needs(reference):
     assert nemotron == (CacheGroup(Paged(2, 16, 16), (2,)), CacheGroup(states, (0, 3)))
     lfm2 = caches(read_config(reference("lfm2").path))
     assert lfm2 == (CacheGroup(attention, (2,)), CacheGroup(State(((2, 48),)), (0, 1, 3)))
+
+
+def test_lfm3_rotates_whole_heads_of_layers_with_a_window():
+    """As transformers, which reads no ``partial_rotary_factor`` there, and rotations of the kinds of layers alone."""
+    local, full = {"rope_theta": 77.0, "partial_rotary_factor": 0.5}, {"rope_theta": 900.0}
+    both = parse("Lfm3ForCausalLM", rope_parameters={"full_attention": full, "sliding_attention": local})
+    assert both.rope == RopeConfig(77.0)
+    one = parse("Lfm3ForCausalLM", layer_types=5 * ["full_attention"], rope_parameters={"full_attention": full})
+    assert one.ropes[0] == both.ropes[2]
 
 
 def test_published_spellings_of_layers_are_read():

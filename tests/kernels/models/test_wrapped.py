@@ -16,7 +16,7 @@ from kernels.models.config_loader import read_config
 from kernels.models.registry import LANGUAGE_MODELS, find
 from kernels.weights.config_json import read_merged
 from kernels.weights.wrapped import language_model, plain_name
-from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, LLAMA3_ROPE, QWEN4, ROUTED
+from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, INDEXED, LLAMA3_ROPE, QWEN4, ROUTED
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 SIGLIP = TOWER | {"image_size": 16}
@@ -39,6 +39,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # transformer
     "glm4v-moe": ("Glm4vMoe", DEEPSEEK | {"num_key_value_heads": 2, "rope_parameters": PARTIAL, "head_dim": 12}, QWEN),
     "llava": ("Llava", {"model_type": "llama"}, SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, SIGLIP),
+    "mistral-large4": (  # under the vendor's names, with what its config.json leaves out
+        "MistralLarge4",
+        {key: size for key, size in INDEXED.items() if key != "q_lora_rank"} | {"num_hidden_layers": 4},
+        SIGLIP | {"model_type": "pixtral"},
+    ),
     "ministral3": ("Mistral3", DENSE["ministral3"][1] | {"model_type": "ministral3"}, SIGLIP),
     "qwen2-vl": ("Qwen2VL", {"rope_parameters": SECTIONS}, QWEN),
     "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": SECTIONS}, QWEN),
