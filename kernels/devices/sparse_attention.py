@@ -3,7 +3,7 @@ DeepSeek-AI, arXiv 2512.02556, section 2.1), for devices without kernels for it.
 
     score(query, token) = sum over index heads h of  weight[h] * relu(q[h] @ k[token])
 
-A query attends to the tokens before it, itself among them, with the highest scores.
+A query attends to the tokens before it, itself among them, with the highest scores, of equal ones to the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.devices.latent_attention import attend_row, hidden_tokens, row_pages, row_vectors
 from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
 
-__all__ = ["Chosen", "attend_chosen", "choose_tokens"]
+__all__ = ["Chosen", "attend_chosen", "choose_tokens", "highest"]
 
 _NUMBERS = 1 << 25
 """Most numbers of scores, or of gathered vectors, that are held at a time."""
@@ -52,11 +52,21 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Vectors, rows: Attenti
             hidden = hidden_tokens(rows, row, low, high, queries.device)
             total[:, : hidden.shape[1]].masked_fill_(hidden, -torch.inf)
             total[:, hidden.shape[1] :] = -torch.inf
-            found = total.topk(top_k, 1)
-            best.append(found.indices.masked_fill_(found.values == -torch.inf, -1))
+            found = highest(total, top_k)
+            best.append(found.masked_fill_(total.gather(1, found) == -torch.inf, -1))
         result.append(torch.cat(best))
         begin += count
     return result
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """The places int64 [rows, count] of the highest ``scores`` [rows, more], in order; of equal ones the first, however
+    many are hidden after them: many scores are 0, and a prompt's chunks must not decide. Makes NaN lowest."""
+    scores.masked_fill_(scores.isnan(), -torch.inf)  # one sequence's NaN must not fail the step
+    least = scores.topk(count, 1).values[:, -1:]
+    above, equal = scores > least, scores == least
+    left = count - above.sum(1, keepdim=True)
+    return (above | (equal & (equal.cumsum(1) <= left))).nonzero()[:, 1].view(-1, count)
 
 
 def attend_chosen(

@@ -325,8 +325,6 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
             f"{config.architecture} does not run with --enable-dp-attention: its first layers choose experts by token "
             "ids, which ranks do not exchange; leave it out"
         )
-    if builder.rows is not None:
-        raise ConfigError(f"{config.architecture} does not run with adapters; leave --enable-lora out")
     vocab = vocabulary.vocabulary(builder, config)
     rows, tokens = PassRows(builder.ops.memory.put), PassValue()
     context = builder.context or config.max_positions
