@@ -37,7 +37,10 @@ class Lfm3Config(ModelConfig):
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     kinds = raw.layer_types("conv", "sliding_attention", "full_attention") or tuple(map(_usual_kind, range(raw.layers)))
-    window = raw.size("sliding_window", 256) if "sliding_attention" in kinds else 0
+    sliding = "sliding_attention" in kinds
+    if sliding and raw.raw.get("sliding_window", 256) is None:
+        raise ConfigError("config.json: sliding_window must not be null, as layer_types has sliding_attention")
+    window = raw.size("sliding_window", 256) if sliding else 0
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     bias, dim, eps = raw.flag("attention_bias"), raw.size("head_dim", 128), raw.number("norm_eps", 1e-5)
     own = {**raw.raw, "rope_parameters": None, "rope_theta": None, "rms_norm_eps": eps}

@@ -73,7 +73,8 @@ def test_published_spellings_of_layers_are_read():
 
 
 def test_lfm3_alternates_attention_where_config_json_names_no_kinds():
-    own = lfm3.caches(parse("Lfm3ForCausalLM", layer_types=None, num_hidden_layers=7, sliding_window=None))
+    raw = {key: value for key, value in LFM3.items() if key not in ("layer_types", "sliding_window")}
+    own = lfm3.caches(parse_config(COMMON | raw | {"architectures": ["Lfm3ForCausalLM"], "num_hidden_layers": 7}))
     attention = Paged(2, 16, 16)
     groups = CacheGroup(attention, (2, 6)), CacheGroup(Window(attention, 256), (4,))
     assert own == (*groups, CacheGroup(State(((6, 48),)), (0, 1, 3, 5)))
@@ -101,6 +102,7 @@ def test_an_infinite_step_is_read_in_each_spelling(text):
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["conv"] * 3}, "layer_types must say"),
         ("Lfm2ForCausalLM", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers"),
         ("Lfm3ForCausalLM", {"layer_types": ["full_attention"] * 4 + ["mamba"]}, "layer_types must say conv or"),
+        ("Lfm3ForCausalLM", {"sliding_window": None}, "sliding_window must not be null"),
         (
             "Lfm3ForCausalLM",
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}},

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import ConfigError
 from kernels.models.config_loader import read_config
-from kernels.models.registry import LANGUAGE_MODELS, find
+from kernels.models.registry import LANGUAGE_MODEL_SIZES, LANGUAGE_MODELS, find
 from kernels.weights.config_json import read_merged
 from kernels.weights.wrapped import language_model, plain_name
 from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, INDEXED, LLAMA3_ROPE, QWEN4, ROUTED
@@ -160,6 +160,20 @@ def test_sizes_that_llava_leaves_out_are_those_of_llama_2(tmp_path):
     config = read_config(tmp_path)
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (32064, 4096, 11008)
     assert (config.layers, config.heads, config.kv_heads, config.max_positions) == (32, 32, 32, 4096)
+
+
+def test_sizes_that_mistral_large_4_leaves_out_are_transformers_defaults(tmp_path):
+    text = {"model_type": "mistral_large4_text"}
+    raw = {"architectures": ["MistralLarge4ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_config(tmp_path)
+    assert (config.layers, config.heads, config.max_positions, config.norm_eps) == (72, 64, 1 << 20, 1e-5)
+    assert (config.rope.factor, config.logit_softcap, sorted(config.unrotated)[:2]) == (2048.0, 30.0, [3, 7])
+    if not hasattr(transformers, "MistralLarge4TextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no MistralLarge4")
+    defaults = transformers.MistralLarge4TextConfig()
+    sizes = LANGUAGE_MODEL_SIZES["mistral_large4_text"]
+    assert {key: getattr(defaults, key) for key in sizes} == sizes
 
 
 def test_every_language_model_has_a_family():

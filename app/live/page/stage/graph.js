@@ -153,7 +153,7 @@ export class Graph {
     const busy = Math.max(...actors.map((actor) => this.history.busy(actor.name)));
     box.group.dataset.state = state;
     box.group.classList.toggle("struck", struck);
-    say(box.title, actors.length > 1 ? `${TITLES[name]}s ×${actors.length}` : TITLES[name]);
+    say(box.title, actors.length > 1 ? `${TITLES[name]} ×${actors.length}` : TITLES[name]);
     say(box.badge, restarts ? `↻ ${restarts}` : "");
     say(box.words, this.wordsOf(name, state, actors));
     say(box.depth, depth ? `${count(depth)} in mail` : "");
