@@ -66,7 +66,8 @@ def highest(scores: Tensor, count: int) -> Tensor:
     least = scores.topk(count, 1).values[:, -1:]
     above, equal = scores > least, scores == least
     left = count - above.sum(1, keepdim=True)
-    return (above | (equal & (equal.cumsum(1) <= left))).nonzero()[:, 1].view(-1, count)
+    chosen = above | (equal & (equal.cumsum(1) <= left))
+    return chosen.to(scores.dtype).topk(count, 1).indices.sort(1).values  # nonzero would wait for the device
 
 
 def attend_chosen(
