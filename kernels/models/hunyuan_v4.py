@@ -3,7 +3,8 @@ heads have sinks and whose results are gated, between several residual streams.
 
     streams = connect(streams, attention(norm(x)));  streams = connect(streams, experts(norm(x)))
 
-The routed experts' inner activations are limited, logits are computed in float32.
+The routed experts' inner activations are limited, logits are computed in float32. In models that also read images
+neighbors of a head rotate against one another, in the others halves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup
+from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.models import deepseek_v32
@@ -65,7 +67,8 @@ class HunyuanV4Config(ModelConfig):
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    own: dict[str, Any] = {"rope_interleave": False, "indexer_rope_interleave": False}
+    seeing = raw.raw.get("model_type") == "hy_v4_vl_text"
+    own: dict[str, Any] = {"rope_interleave": seeing, "indexer_rope_interleave": seeing}
     if raw.raw.get("indexer_types") is None:
         own["indexer_types"] = ["full" if layer == 0 or layer % 4 == 1 else "shared" for layer in range(raw.layers)]
     limit = raw.number("swiglu_limit", 10.0)
@@ -74,9 +77,10 @@ def config(raw: ConfigReader) -> ModelConfig:
     plain = raw.indexed_decoder(experts=experts, eps=1e-5)
     latent, index = deepseek_v32.sizes(plain)
     index = dataclasses.replace(index, rotates_last=True, norm_eps=plain.norm_eps)
+    latent = dataclasses.replace(latent, index=index, norm_eps=plain.norm_eps if seeing else latent.norm_eps)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return HunyuanV4Config(
-        **fields | {"latent": dataclasses.replace(latent, index=index), "sinks": True},
+        **fields | {"latent": latent, "sinks": True},
         streams=StreamConfig(raw.size("hc_mult", 4), 0, raw.number("hc_eps", 1e-6), plain.norm_eps),
         magnitude=raw.number("hc_magnitude", 2.0),
         limit=max(limit, 0.0),
@@ -146,8 +150,18 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
-    """The decoder of one rank, whose sizes are ``config``."""
+    """The decoder of one rank, whose sizes are ``config``. Raises ConfigError."""
     assert isinstance(config, HunyuanV4Config)
+    if builder.captures:
+        raise ConfigError(
+            f"{config.architecture} has {_streams(config).count} residual streams, and drafts that read hidden states "
+            "between layers (EAGLE3, DFLASH) read one: use another --speculative-algorithm"
+        )
+    if builder.context_parallel is not None:
+        raise ConfigError(
+            f"{config.architecture} does not run with --enable-nsa-prefill-context-parallel: its results are gated; "
+            "leave it out"
+        )
     builder = dataclasses.replace(builder, fp32_head=True)
     vocab = vocabulary.vocabulary(builder, config)
     indexers: list[Indexer] = []

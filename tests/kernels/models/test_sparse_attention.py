@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices import sparse_attention
 from kernels.devices.sparse_attention import choose_tokens, highest
+from kernels.models import hunyuan_v4
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kits.driver import COMMON, HUNYUAN_V4, INDEXED, MISTRAL_LARGE4
@@ -191,3 +193,13 @@ def test_layers_of_hunyuan_v4_with_an_indexer_are_every_fourth():
     config = parse_config(given | {"indexer_types": None, "mlp_layer_types": None})
     assert config.latent.index.own == {0, 1, 5}
     assert config.experts.layers == {1, 2, 3, 4, 5, 6}
+
+
+def test_hunyuan_v4_refuses_what_needs_one_stream_or_whole_heads(reference):
+    config = read_config(reference("hunyuan-v4").path)
+    for wrong, says in (
+        ({"captures": (1,)}, "has 3 residual streams, and drafts .* read one"),
+        ({"context_parallel": object()}, "does not run with --enable-nsa-prefill-context-parallel"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            hunyuan_v4.build(config, SimpleNamespace(**{"captures": (), "context_parallel": None} | wrong))

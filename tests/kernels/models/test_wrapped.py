@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # transformer
     "hunyuan-v4-vl": (
         "HYV4VL",
         {key: size for key, size in HUNYUAN_V4.items() if key != "attn_implementation"}
-        | {"rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1]}, "index_topk": 64},
+        | {"rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1]}},
         TOWER | {"out_hidden_size": 48},
     ),
     "llava": ("Llava", {"model_type": "llama"}, SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16}),
