@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.devices.latent_attention import attend_row, hidden_tokens, row_pages, row_vectors
+from kernels.devices.latent_attention import LatentHeads, attend_row, hidden_tokens, row_pages, row_vectors, shares
 from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
 
 __all__ = ["Chosen", "attend_chosen", "choose_tokens", "highest"]
@@ -71,10 +71,11 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 
 def attend_chosen(
-    queries: Tensor, cache: Vectors, rows: AttentionRows, dim: int, scale: float, chosen: Chosen
+    queries: Tensor, cache: Vectors, rows: AttentionRows, heads: LatentHeads, scale: float, chosen: Chosen
 ) -> Tensor:
-    """Attention of ``queries`` [tokens, heads, width] over the ``chosen`` tokens of their rows -> [tokens, heads, dim].
-    dim: numbers of a vector that are its value. A query takes the same time however many tokens it sees."""
+    """Attention of ``queries`` [tokens, heads, width], which are in the latent space of ``heads``, over the ``chosen``
+    tokens of their rows -> [tokens, heads, rank]. A query takes the same time however many tokens it sees."""
+    dim = heads.rank
     out = queries.new_empty(*queries.shape[:2], dim)
     page_size, width = page_size_of(cache), queries.shape[2]
     begin = 0
@@ -82,7 +83,8 @@ def attend_chosen(
         own, best = slice(begin, begin + count), chosen[row]
         begin += count
         if best is None:
-            attend_row(queries[own], row_vectors(cache, rows, row, queries.device), rows, row, dim, scale, out[own])
+            vectors = row_vectors(cache, rows, row, queries.device)
+            attend_row(queries[own], vectors, rows, row, scale, out[own], sinks=heads.sinks)
             continue
         pages = row_pages(rows, row, page_size, queries.device)
         step = max(1, _numbers(queries.device) // (best.shape[1] * (width + queries.shape[1])))
@@ -93,8 +95,8 @@ def attend_chosen(
             places = pages[torch.div(at, page_size, rounding_mode="floor")] * page_size + at % page_size
             vectors = read_latent(cache, places.flatten()).view(len(some), -1, width)
             scores = torch.bmm(queries[here], vectors.transpose(1, 2)).float().mul_(scale)
-            shares = scores.masked_fill_((some < 0).unsqueeze(1), -torch.inf).softmax(-1).to(vectors.dtype)
-            torch.bmm(shares, vectors[..., :dim], out=out[here])
+            weights = shares(scores.masked_fill_((some < 0).unsqueeze(1), -torch.inf), heads.sinks).to(vectors.dtype)
+            torch.bmm(weights, vectors[..., :dim], out=out[here])
     return out
 
 

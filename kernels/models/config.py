@@ -132,7 +132,8 @@ class IndexConfig:
     all tokens before a query, which attends to the ``chosen`` best. ``own``: layers that have one; each other layer
     takes what the last of them before it chose. ``rope_interleaved``: as ``ModelConfig``, of the indexer's heads.
     ``own_queries``: its queries are made from the layer's input, normed, and scaled by ``layers.query_scale``, where
-    others are made from the compressed vector of attention's queries.
+    others are made from the compressed vector of attention's queries. ``rotates_last``: the last numbers of a head have
+    positions, not the first. ``norm_eps``: of the norms of keys and of the layer's input.
     """
 
     heads: int
@@ -141,6 +142,8 @@ class IndexConfig:
     own: frozenset[int]
     rope_interleaved: bool = False
     own_queries: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
 
     def spec(self) -> Latent:
         """The keys of a layer that caches nothing else."""

@@ -34,6 +34,7 @@ __all__ = [
     "GPT_OSS",
     "GRANITE_HYBRID",
     "GREEDY",
+    "HUNYUAN_V4",
     "HYBRID",
     "INDEXED",
     "KIMI_LINEAR",
@@ -355,6 +356,23 @@ MISTRAL_LARGE4 = {key: size for key, size in INDEXED.items() if key != "q_lora_r
     "final_logit_softcapping": 5.0,
 }
 
+HUNYUAN_V4 = (
+    INDEXED
+    | PADDED
+    | {
+        "num_hidden_layers": 4,
+        "index_n_heads": 16,  # with few of them many scores are 0, and ties differ with the length
+        "indexer_types": SHARED_INDEX,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "n_group": 1,
+        "topk_group": 1,
+        "hc_mult": 3,
+        "learnable_sink_init": 0.7,
+        "swiglu_limit": 0.05,
+        "attn_implementation": "eager",  # which has sinks
+    }
+)
+
 LONGCAT = DEEPSEEK | {
     "num_layers": 2,
     "ffn_hidden_size": 80,
@@ -408,6 +426,7 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
     ),
     "mistral-large4": ("MistralLarge4Text", MISTRAL_LARGE4),
     "deepseek-v4": ("DeepseekV4", DEEPSEEK_V4),
+    "hunyuan-v4": ("HYV4", HUNYUAN_V4),
     "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }
 

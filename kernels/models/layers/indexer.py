@@ -3,8 +3,8 @@
     q = rotate(queries(c));   k = rotate(norm(keys(x)));   w = weights(x) / sqrt(heads * dim)
 
 ``c`` is the compressed vector that attention's queries are made from, or ``norm(x)`` (``IndexConfig.own_queries``),
-whose queries are scaled then. The first numbers of each head are rotated, of a layer with positions. All
-ranks have the whole indexer, and choose the same tokens; with context parallelism each chooses for its own queries.
+whose queries are scaled then. The first numbers of each head are rotated, or the last ones, of a layer with positions.
+All ranks have the whole indexer, and choose the same tokens; with context parallelism each chooses for its own queries.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from kernels.models.layers.rotary import rotary_order
 from kernels.weights.tensors import Role, TensorSpec, biased_norm, linear
 
 __all__ = ["Indexer", "tensors"]
-
-_EPS = 1e-6  # of both norms, whatever the model's other norms have
 
 
 def tensors(index: IndexConfig, module: str, hidden: int, query_rank: int, layer: str = "") -> Iterator[TensorSpec]:
@@ -54,9 +52,9 @@ class Indexer:
         self.attention, name = builder.ops.attention, f"{module}.indexer"
         self.context = builder.context_parallel
         self._queries, self._keys = builder.linear(f"{name}.wq_b"), builder.linear(f"{name}.wk")
-        self._norm = builder.layer_norm(f"{name}.k_norm", eps=_EPS)
+        self._norm = builder.layer_norm(f"{name}.k_norm", eps=index.norm_eps)
         self._weights = builder.linear(f"{name}.weights_proj")
-        self._query_norm = builder.layer_norm(f"{name}.q_input_norm", eps=_EPS) if index.own_queries else None
+        self._query_norm = builder.layer_norm(f"{name}.q_input_norm", eps=index.norm_eps) if index.own_queries else None
         self._query_scale = QueryScale(builder, name) if index.own_queries else None
         self._scale = (index.heads * index.dim) ** -0.5
         order = rotary_order(rope_dim, rope_dim, index.rope_interleaved)
@@ -76,13 +74,20 @@ class Indexer:
             queries = self._query_scale(queries, batch.positions)
         heads = torch.cat((queries, self._norm(self._keys(x)).unsqueeze(1)), 1)
         if self._rope:
-            turned = heads[..., : self._rope]
+            turned, others = self._parts(heads)
             turned = turned.contiguous() if self._order is None else turned.index_select(2, self._order)
             rotated = torch.empty_like(turned)
             self.attention.rotate(turned, cos, sin, out=rotated)
-            heads = torch.cat((rotated, heads[..., self._rope :]), 2)
+            heads = torch.cat((rotated, others), 2)  # as keys and queries have one order, scores are the same
         write_latent(keys, batch.cache_index, heads[:, -1])
         if self.context is not None:
             self.context.share(keys)
         weights = self._weights(x).float() * self._scale
         self.chosen = self.attention.choose_tokens(heads[:, :-1], weights, keys, batch, index.chosen)
+
+    def _parts(self, heads: Tensor) -> tuple[Tensor, Tensor]:
+        """What is rotated of ``heads`` [tokens, heads, dim], and what is not."""
+        if not self.index.rotates_last:
+            return heads[..., : self._rope], heads[..., self._rope :]
+        others, turned = heads.tensor_split((-self._rope,), 2)
+        return turned, others

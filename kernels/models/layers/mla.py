@@ -28,7 +28,7 @@ from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.indexer import Indexer
 from kernels.models.layers.query_scale import QueryScale
 from kernels.models.layers.rotary import grow, rotary_order
-from kernels.weights.tensors import Split, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import Role, Split, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["LatentAttention", "attention", "caches", "tensors"]
 
@@ -62,6 +62,8 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
         yield from linear(f"{module}.v_b_proj", (values, latent.rank), split(values), f"{gguf}_v_b")
     else:
         yield from linear(f"{module}.kv_b_proj", (both, latent.rank), split(both), f"{gguf}_kv_b")
+    if config.sinks:
+        yield TensorSpec(f"{module}.sinks", (heads,), Role.WIDE, split(heads))
     outputs = None if latent.whole else by_inputs(values, heads)
     yield from linear(f"{module}.o_proj", (hidden, values), outputs, f"{gguf}_output", bias=config.output_bias)
 
@@ -97,6 +99,7 @@ class LatentAttention:
         self.norms_views = builder.ops.elementwise.norms_views
         self.without_program = builder.ops.elementwise.without_program()
         self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
+        self.has_sinks = config.sinks
         self.scaling = QueryScale(builder, module) if latent.scaled else None
         self.norm = None if latent.reads else builder.norm(f"{module}.kv_a_layernorm", latent.norm_eps)
         self.expansion = self._expansion(builder, module)
@@ -151,7 +154,8 @@ class LatentAttention:
             keys, values = both.split((latent.plain_dim, latent.value_dim), 1)
         if latent.factor != 1.0:
             keys, values = keys * latent.factor, values * latent.factor
-        return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
+        sinks = builder.source.take([f"{module}.sinks"]) if self.has_sinks else None
+        return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous(), sinks)
 
     def _make_adapted(self, builder: LayerBuilder, module: str) -> AdaptedLatentHeads | None:
         """The expansion with what adapters add to it."""

@@ -1,21 +1,27 @@
-"""Sparse attention of DeepSeek V3.2, GLM-5 and Mistral Large 4: what is chosen, long prompts, caches, and sizes that
-are refused; ``test_equality`` compares the families with transformers.
+"""Sparse attention of DeepSeek V3.2, GLM-5, HunYuan V4 and Mistral Large 4: what is chosen, long prompts, caches, and
+sizes that are refused; ``test_equality`` compares the families with transformers.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices import sparse_attention
 from kernels.devices.sparse_attention import choose_tokens, highest
+from kernels.models import hunyuan_v4
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
-from tests.kits.driver import COMMON, INDEXED, MISTRAL_LARGE4
+from tests.kits.driver import COMMON, HUNYUAN_V4, INDEXED, MISTRAL_LARGE4
 from tests.kits.parity import scored
 
 CONFIG = COMMON | INDEXED | {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4}
@@ -23,7 +29,7 @@ LARGE = COMMON | MISTRAL_LARGE4 | {"architectures": ["MistralLarge4ForCausalLM"]
 
 
 @pytest.mark.parametrize("numbers", [1 << 25, 20000], ids=["all-queries", "some-queries"])
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm5", "mistral-large4"])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm5", "hunyuan-v4", "mistral-large4"])
 def test_long_prompts_attend_to_what_was_chosen(name, numbers, reference, drive, prompts, monkeypatch):
     monkeypatch.setattr(sparse_attention, "_CPU_NUMBERS", numbers)
     model, (prompt,) = reference(name), prompts(240)
@@ -31,7 +37,7 @@ def test_long_prompts_attend_to_what_was_chosen(name, numbers, reference, drive,
     np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["glm5", "mistral-large4"])
+@pytest.mark.parametrize("name", ["glm5", "hunyuan-v4", "mistral-large4"])
 def test_short_and_long_rows_share_a_step(name, reference, drive, prompts):
     model, texts = reference(name), prompts(5, 90, 40)
     driver = drive(model.path)
@@ -163,3 +169,37 @@ def test_layers_with_an_indexer_follow_config_json():
     assert own(index_topk_freq=2, index_skip_topk_offset=1) == [0, 2]
     assert own(index_topk_pattern="FFSS") == [0, 1]
     assert own(indexer_types=["full", "shared", "shared", "full"]) == [0, 3]
+
+
+@pytest.mark.parametrize("before", ["hc_{}_layer.hc_pre.hc_{}", "hc_{}_layer.hc_{}"])
+def test_published_names_of_hunyuan_v4_are_read(before, reference, drive, prompts, tmp_path):
+    """transformers saves others: ``hc_pre`` first, and ``linear_gate`` for each gate."""
+    model, (prompt,) = reference("hunyuan-v4"), prompts(40)
+    copy = tmp_path / "published"
+    shutil.copytree(model.path, copy)
+    saved = load_file(copy / "model.safetensors")
+    published = {}
+    for name, tensor in saved.items():
+        name = name.replace(".hc_pre.hc_head.", ".hc_head.").replace(".mlp.linear_gate.", ".mlp.gate_proj.")
+        name = re.sub(r"\.hc_pre\.hc_(\w+)_layer\.hc_", lambda found: f".{before.format(found[1], '')}", name)
+        published[name.replace("shared_experts.linear_gate", "shared_experts.gate_proj")] = tensor
+    assert set(published) != set(saved)
+    save_file(published, copy / "model.safetensors", {"format": "pt"})
+    assert (scored(drive(copy), prompt, [40]) == scored(drive(model.path), prompt, [40])).all()
+
+
+def test_layers_of_hunyuan_v4_with_an_indexer_are_every_fourth():
+    given = COMMON | HUNYUAN_V4 | {"architectures": ["HYV4ForCausalLM"], "num_hidden_layers": 7}
+    config = parse_config(given | {"indexer_types": None, "mlp_layer_types": None})
+    assert config.latent.index.own == {0, 1, 5}
+    assert config.experts.layers == {1, 2, 3, 4, 5, 6}
+
+
+def test_hunyuan_v4_refuses_what_needs_one_stream_or_whole_heads(reference):
+    config = read_config(reference("hunyuan-v4").path)
+    for wrong, says in (
+        ({"captures": (1,)}, "has 3 residual streams, and drafts .* read one"),
+        ({"context_parallel": object()}, "does not run with --enable-nsa-prefill-context-parallel"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            hunyuan_v4.build(config, SimpleNamespace(**{"captures": (), "context_parallel": None} | wrong))

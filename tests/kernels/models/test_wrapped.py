@@ -16,7 +16,7 @@ from kernels.models.config_loader import read_config
 from kernels.models.registry import LANGUAGE_MODEL_SIZES, LANGUAGE_MODELS, find
 from kernels.weights.config_json import read_merged
 from kernels.weights.wrapped import language_model, plain_name
-from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, INDEXED, LLAMA3_ROPE, QWEN4, ROUTED
+from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, HUNYUAN_V4, INDEXED, LLAMA3_ROPE, QWEN4, ROUTED
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 SIGLIP = TOWER | {"image_size": 16}
@@ -37,6 +37,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # transformer
     "gemma4": ("Gemma4", ROUTED["gemma4"][1], TOWER | {"num_key_value_heads": 2, "head_dim": 8}),
     "glm4v": ("Glm4v", {"rope_parameters": PARTIAL, "head_dim": 12}, QWEN),
     "glm4v-moe": ("Glm4vMoe", DEEPSEEK | {"num_key_value_heads": 2, "rope_parameters": PARTIAL, "head_dim": 12}, QWEN),
+    "hunyuan-v4-vl": (
+        "HYV4VL",
+        {key: size for key, size in HUNYUAN_V4.items() if key != "attn_implementation"}
+        | {"rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1]}},
+        TOWER | {"out_hidden_size": 48},
+    ),
     "llava": ("Llava", {"model_type": "llama"}, SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, SIGLIP),
     "mistral-large4": (  # under the vendor's names, with what its config.json leaves out
