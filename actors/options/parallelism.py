@@ -180,8 +180,9 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="Devices and kernels",
-            help="Context parallel prefill of sparse attention (DeepSeek V3.2, GLM-5): the --tensor-parallel-size "
-            "devices divide prompts by tokens instead of heads. Each device holds all attention weights.",
+            help="Context parallel prefill of sparse attention (DeepSeek V3.2, GLM-5, Mistral Large 4): the "
+            "--tensor-parallel-size devices divide prompts by tokens instead of heads. Each device holds all attention "
+            "weights.",
         ),
     ] = False
 

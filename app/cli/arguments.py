@@ -148,7 +148,8 @@ def _with_adapters(values: dict[str, Any]) -> dict[str, Any]:
         elif os.sep not in adapter.path and not Path(adapter.path).expanduser().exists():
             names = ", ".join(adapter_names())
             problems.append(
-                f"--lora-paths: {adapter.path[:128]!r} is neither a directory nor an included adapter ({names})"
+                f"--lora-paths: {adapter.path[:128]!r} is neither a directory nor an included adapter ({names}); give "
+                "one of these, a directory in PEFT's format, or owner/name of the hub"
             )
         found.append(word)
     if problems:

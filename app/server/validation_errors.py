@@ -72,12 +72,12 @@ def _explanation(sentence: str, expected: tuple[inspect.Type, ...], value: objec
     choices = [str(choice) for kind in expected if isinstance(kind, inspect.LiteralType) for choice in kind.values]
     if choices and (sentence.startswith("Invalid enum value") or "got `" in sentence):
         given = "" if value is _ABSENT else f", not {_shown(value)}"
-        return f"must be one of {', '.join(choices)}{given}. Choose one of them, or leave the field out."
+        return f"must be one of {', '.join(choices)}{given}. Choose one of them."
     if (wrong := _EXPECTED.match(sentence)) is not None:
         kinds = [_KINDS.get(kind, kind) for kind in wrong.group("kinds").split(" | ")]
         named = " or ".join(name for name in kinds if name != "null")
-        given = _KINDS.get(wrong.group("got"), wrong.group("got"))
-        shown = f" ({_shown(value)})" if isinstance(value, (str, int, float)) else ""
+        given = _shown(value) if isinstance(value, bool) else _KINDS.get(wrong.group("got"), wrong.group("got"))
+        shown = f" ({_shown(value)})" if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
         remedy = " Leave the field out for its default." if "null" in kinds else ""
         return f"{subject} {named or 'null'}; you gave {given}{shown}.{remedy}"
     if (bound := _BOUND.match(sentence)) is not None:

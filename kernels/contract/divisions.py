@@ -11,6 +11,13 @@ from kernels.contract.errors import ConfigError
 __all__ = ["Divisible", "check_divisions", "stage_layers"]
 
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
+_CHATGLM = {
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "multi_query_group_num",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "padded_vocab_size",
+}
+"""The names of these sizes in ChatGLM's files, all of which share key-value heads."""
 
 
 class Divisible:
@@ -62,6 +69,8 @@ def check_divisions(config: Mapping[str, Any], architecture: str, *, stages: int
     devices that divide the heads of attention; 1: none do. Raises ConfigError."""
     if isinstance(config.get("text_config"), Mapping):  # workers read its sizes, and defaults of a family
         return
+    names = _CHATGLM if "multi_query_group_num" in config else {}
+    config = {**config, **{name: config.get(key) for name, key in names.items()}}
     sizes = {key: value for key, value in config.items() if type(value) is int and value > 0}
     if layers := sizes.get("num_hidden_layers"):
         stage_layers(layers, 0, stages)

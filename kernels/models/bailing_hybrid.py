@@ -38,8 +38,8 @@ __all__ = [
     "caches",
     "config",
     "head_config",
-    "layer",
-    "layer_tensors",
+    "head_layer",
+    "head_tensors",
     "tensors",
 ]
 
@@ -142,9 +142,11 @@ def _limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
     return moe.limits(ConfigReader({**raw.raw, **own}, raw.architecture), key)
 
 
-def head_config(raw: Mapping[str, Any], target: BailingHybridConfig, layer: int) -> BailingHybridConfig:
-    """The sizes of the head for the token after the next, a model of one layer with latent attention and experts.
-    ``raw``: config.json, in whose lists the head is the ``layer``."""
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> BailingHybridConfig:
+    """The sizes of a head for later tokens, a model of one layer with latent attention and experts: the one of this
+    number in the lists of config.json ``raw``. Raises ConfigError."""
+    assert isinstance(target, BailingHybridConfig)
+    layer = int(name.rpartition(".")[2])
     if raw.get("mtp_use_kda"):
         raise ConfigError("config.json: mtp_use_kda is not supported: heads for later tokens have latent attention")
     limits = []
@@ -169,12 +171,16 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
     yield from vocabulary.tensors(config, _EMBED)
     for index in range(config.layers):
-        yield from layer_tensors(config, index, f"model.layers.{index}")
+        yield from _layer_tensors(config, index, f"model.layers.{index}")
     yield from pre_norm.stream_norm(config, "model.norm")
 
 
-def layer_tensors(config: ModelConfig, index: int, name: str) -> Iterator[TensorSpec]:
-    """The tensors of ``layer``."""
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+    """The tensors of the layer of a head for later tokens."""
+    return _layer_tensors(config, 0, name)
+
+
+def _layer_tensors(config: ModelConfig, index: int, name: str) -> Iterator[TensorSpec]:
     experts = config.experts
     assert experts is not None
     yield from pre_norm.norm_tensors(config, name, "")
@@ -214,12 +220,17 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
     assert isinstance(config, BailingHybridConfig)
     vocab = vocabulary.vocabulary(builder, config, _EMBED)
-    layers = [layer(config, builder, index, f"model.layers.{index}") for index in range(config.layers)]
+    layers = [_layer(config, builder, index, f"model.layers.{index}") for index in range(config.layers)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def layer(config: BailingHybridConfig, builder: LayerBuilder, index: int, name: str) -> Block:
-    """The layer ``index``, called ``name`` in the checkpoint."""
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    """The layer of ``head_tensors``, on one rank."""
+    assert isinstance(config, BailingHybridConfig)
+    return _layer(config, builder, 0, name)
+
+
+def _layer(config: BailingHybridConfig, builder: LayerBuilder, index: int, name: str) -> Block:
     experts = config.experts
     assert experts is not None
     norms = Norms(

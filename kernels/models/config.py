@@ -131,6 +131,9 @@ class IndexConfig:
     """The indexer of sparse attention (DeepSeek-AI, arXiv 2512.02556, section 2.1): ``heads`` of ``dim`` numbers score
     all tokens before a query, which attends to the ``chosen`` best. ``own``: layers that have one; each other layer
     takes what the last of them before it chose. ``rope_interleaved``: as ``ModelConfig``, of the indexer's heads.
+    ``own_queries``: its queries are made from the layer's input, normed, and scaled by ``layers.query_scale``, where
+    others are made from the compressed vector of attention's queries. ``rotates_last``: the last numbers of a head have
+    positions, not the first. ``norm_eps``: of the norms of keys and of the layer's input.
     """
 
     heads: int
@@ -138,6 +141,13 @@ class IndexConfig:
     chosen: int
     own: frozenset[int]
     rope_interleaved: bool = False
+    own_queries: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
+
+    def spec(self) -> Latent:
+        """The keys of a layer that caches nothing else."""
+        return Latent(self.dim, 0)
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,8 @@ class LatentConfig:
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
     ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files. ``index``: of sparse
     attention; None: all tokens are attended to. ``factor``: of the vector. ``whole``: every rank has all heads.
+    ``norm_eps``: of the norms of both vectors. ``scaled``: queries are scaled by ``layers.query_scale``. ``reads``: a
+    layer makes no vectors, but reads those of another (``ModelConfig.shared_caches``).
     """
 
     query_rank: int
@@ -158,6 +170,9 @@ class LatentConfig:
     index: IndexConfig | None = None
     factor: float = 1.0
     whole: bool = False
+    norm_eps: float = 1e-6
+    scaled: bool = False
+    reads: bool = False
 
     def spec(self, indexed: bool = True) -> Latent:
         """What a layer caches. ``indexed``: whether it has an indexer, if the model has any."""
@@ -200,9 +215,9 @@ class ModelConfig:
     ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token. ``shared_caches``: layers that write no cache, and the one
-    whose cache each of them reads. ``code``: of a model that runs transformers' modeling code. ``whole_dense``: dense
-    feed-forward layers beside those of experts are not divided over ranks.
+    ``first_position``: the row of an input's first token. ``shared_caches``: layers that read another's cache in place
+    of one of their own, and the one whose cache each of them reads. ``code``: of a model that runs transformers'
+    modeling code. ``whole_dense``: dense feed-forward layers beside those of experts are not divided over ranks.
     """
 
     architecture: str
@@ -491,10 +506,15 @@ class ConfigReader:
         )
 
     def indexed_decoder(
-        self, *, experts: ExpertsConfig, eps: float = 1e-6, index_interleaved: bool = False
+        self,
+        *,
+        experts: ExpertsConfig,
+        eps: float = 1e-6,
+        index_interleaved: bool = False,
+        own_queries: bool = False,
     ) -> ModelConfig:
         """``latent_decoder`` with an indexer. ``index_interleaved``: ``IndexConfig.rope_interleaved``, if
-        ``indexer_rope_interleave`` does not say it."""
+        ``indexer_rope_interleave`` does not say it. ``own_queries``: as ``IndexConfig``."""
         plain = self.latent_decoder(experts=experts, eps=eps)
         latent, interleave = plain.latent, self.raw.get("indexer_rope_interleave")
         assert latent is not None, "of every latent decoder"
@@ -504,8 +524,9 @@ class ConfigReader:
             self.size("index_topk"),
             self._indexed_layers(),
             index_interleaved if interleave is None else bool(interleave),
+            own_queries,
         )
-        if not latent.query_rank:
+        if not latent.query_rank and not own_queries:
             raise ConfigError(f"config.json: {self.architecture} needs q_lora_rank, which its indexer reads")
         if index.dim < latent.rope_dim:
             raise ConfigError(

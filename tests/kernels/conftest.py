@@ -17,6 +17,7 @@ import pytest
 
 from kernels.contract.config import RunnerConfig
 from kernels.execution.runner import ModelRunner
+from tests.kits.causal_models import causal_model
 from tests.kits.driver import (
     COMMON,
     CONVOLUTIONS,
@@ -34,6 +35,7 @@ from tests.kits.driver import (
     KIMI_LINEAR,
     LATENT,
     LFM2_EXPERTS,
+    LFM3,
     NEMOTRON,
     QWEN4,
     ROUTED,
@@ -129,6 +131,11 @@ DIVISIBLE |= {
         | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
         | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
     ),
+    "lfm3-one-tap": ("Lfm3", LFM3 | {"conv_L_cache": 1}),
+    "qwen4-one-index-head": (
+        "Qwen4ExpText",
+        {key: value for key, value in QWEN4.items() if key != "ple_layer_ids"} | {"indexer_n_heads": 1},
+    ),
 }
 
 WIDE_LATENT = DEEPSEEK | {  # sizes that operators for latent attention take
@@ -150,6 +157,11 @@ DIVISIBLE |= {
     "wide-deepseek-v3.2": (
         "DeepseekV32",
         WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
+    ),
+    "wide-mistral-large4": (  # a layer with positions and one without
+        "MistralLarge4Text",
+        {key: size for key, size in WIDE_LATENT.items() if key != "q_lora_rank"}
+        | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "no_rope_layers": [1, 0]},
     ),
 }
 DIVISIBLE |= {
@@ -221,7 +233,7 @@ class Reference:
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         if "rotary_dim" in options and "partial_rotary_factor" not in config.rope_parameters:
             pytest.skip(f"transformers {transformers.__version__} rotates whole heads of {family}")
-        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+        model = causal_model(family)(config).eval()
         if options.get("attention_chunk_size", 1) is None:
             try:
                 model(torch.tensor([[0]]))

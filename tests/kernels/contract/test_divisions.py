@@ -10,6 +10,7 @@ from kernels.contract.divisions import check_divisions, stage_layers
 from kernels.contract.errors import ConfigError
 from kernels.models.config import local_config
 from kernels.models.config_loader import parse_config
+from tests.kits.published import CHATGLM
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,6 +39,24 @@ def test_config_json_alone_is_refused_in_the_words_of_a_worker(raw: dict[str, An
         local_config(parse_config(raw), ranks)
     assert str(late.value).startswith(name)
     assert str(late.value) == str(early.value).replace("of a name", f"of {raw['architectures'][0]}")
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(3, "1, 2, 4"), (8, "1, 2, 4")])
+def test_chatglms_names_of_sizes_are_read_before_a_worker_starts(ranks: int, fits: str) -> None:
+    raw = (
+        CHATGLM
+        | {"num_attention_heads": 16, "multi_query_group_num": 4, "ffn_hidden_size": 80}
+        | {"padded_vocab_size": 100}
+    )
+    with pytest.raises(ConfigError) as late:
+        local_config(parse_config(raw), ranks)
+    assert str(late.value).endswith(f"this model takes {fits}")
+    if ranks == 3:
+        with pytest.raises(ConfigError) as early:
+            check_divisions(raw, "ChatGLMModel", stages=1, ranks=ranks)
+        assert str(late.value) == str(early.value)
+    with pytest.raises(ConfigError, match="of 3 layers cannot have --pipeline-parallel-size 4"):
+        check_divisions(raw, "ChatGLMModel", stages=4, ranks=1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 12])

@@ -68,6 +68,13 @@ def test_the_language_model_of_a_checkpoint_that_reads_images(name, reference, d
     assert driver.generate(1, 32) == model.greedy(prompt, 32)
 
 
+def test_a_convolution_over_one_token_has_an_empty_state(reference, drive, prompts):
+    """``conv_L_cache`` 1."""
+    model, (prompt,) = reference("lfm3-one-tap"), prompts(40)
+    found = scored(drive(model.path), prompt, [20, 1, 19])
+    np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
+
+
 def test_kimis_published_keys_are_read():
     published = {
         "architectures": ["KimiLinearForCausalLM"],
@@ -177,12 +184,12 @@ def test_ling_3s_published_keys_are_read():
 def test_the_head_of_ling_3_is_a_layer_of_latent_attention():
     target = parse_config(LING3)
     assert isinstance(target, BailingHybridConfig)
-    head = head_config(LING3 | {"expert_swiglu_limit_list": [0] * 6 + [2.0]}, target, 6)
+    head = head_config(LING3 | {"expert_swiglu_limit_list": [0] * 6 + [2.0]}, target, "layers.6")
     assert (head.layers, head.recurrent, head.limits, head.shared_limits) == (1, frozenset(), (2.0,), (0.0,))
     assert head.experts is not None
     assert head.experts.layers == {0}
     with pytest.raises(ConfigError, match="mtp_use_kda is not supported"):
-        head_config(LING3 | {"mtp_use_kda": True}, target, 6)
+        head_config(LING3 | {"mtp_use_kda": True}, target, "layers.6")
 
 
 @pytest.mark.parametrize(
