@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.options import ArgumentError, Arguments
-from app.cli.arguments import load_arguments
+from app.cli.arguments import load_arguments, with_spelled_names
 from app.cli.help import overview, serve_help
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status, reason = runner.run(run())
     except ArgumentError as error:  # known only to the engine, such as an extra that is not installed
-        return _usage_error(error.problems, "All arguments: troupe serve --help")
+        return _usage_error([with_spelled_names(problem) for problem in error.problems], "All arguments: troupe serve --help")
     if status == USAGE:
         for handler in log.handlers:
             handler.flush()  # the reason comes last

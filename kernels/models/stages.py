@@ -78,7 +78,7 @@ def _refusal(config: ModelConfig) -> str:
         return "because its layers keep states"
     if config.shared_caches or config.indexed:
         return "because some layers read what others made"
-    if type(config) is not ModelConfig:
+    if not config.layers_alike:
         return "because its layers have sizes of their own"
     return ""
 
