@@ -141,7 +141,9 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status, reason = runner.run(run())
     except ArgumentError as error:  # known only to the engine, such as an extra that is not installed
-        return _usage_error([with_spelled_names(problem) for problem in error.problems], "All arguments: troupe serve --help")
+        return _usage_error(
+            [with_spelled_names(problem) for problem in error.problems], "All arguments: troupe serve --help"
+        )
     if status == USAGE:
         for handler in log.handlers:
             handler.flush()  # the reason comes last

@@ -449,9 +449,11 @@ class ConfigReader:
         kv_heads = self.size("num_key_value_heads", heads)
         head_dim = self.size("head_dim", head_dim or hidden // heads)
         if heads % kv_heads:
-            raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+            name = self.names.get("num_key_value_heads", "num_key_value_heads")
+            raise ConfigError(f"num_attention_heads {heads} is not a multiple of {name} {kv_heads}")
         if head_dim % 2:
-            raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+            name = self.names.get("head_dim", "head_dim")
+            raise ConfigError(f"{name} {head_dim} is odd; rotary embeddings need an even one")
         max_positions = self.size("max_position_embeddings")
         rope = _rope(raw, max_positions, head_dim, rotary, theta)
         if rope.kind == "yarn":

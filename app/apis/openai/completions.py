@@ -11,7 +11,14 @@ from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
 from app.apis.collecting import CollectedChoice, collect
-from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, stop_reason, usage_answer
+from app.apis.openai.answers import (
+    Choice,
+    CompletionAnswer,
+    completion_logprobs,
+    prompt_logprobs,
+    stop_reason,
+    usage_answer,
+)
 from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import ending, fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
