@@ -141,9 +141,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status, reason = runner.run(run())
     except ArgumentError as error:  # known only to the engine, such as an extra that is not installed
-        return _usage_error(
-            [with_spelled_names(problem) for problem in error.problems], "All arguments: troupe serve --help"
-        )
+        return _wrong_arguments(error)
     if status == USAGE:
         for handler in log.handlers:
             handler.flush()  # the reason comes last
@@ -178,7 +176,9 @@ def _run_node(arguments: Arguments) -> int:
     except ModelDownloadError as error:
         log.error("%s", error)
         return FAILED
-    except ValueError as error:  # a wrong argument, or no model
+    except ArgumentError as error:
+        return _wrong_arguments(error)
+    except ValueError as error:  # no model
         return _usage_error([str(error)], "All arguments: troupe serve --help")
     except NodeError as error:
         log.error("%s", error)
@@ -193,6 +193,11 @@ def _configure_logging(arguments: Arguments) -> None:
 
     logging.captureWarnings(True)
     set_up_logging(arguments)
+
+
+def _wrong_arguments(error: ArgumentError) -> int:
+    problems = [with_spelled_names(problem) for problem in error.problems]
+    return _usage_error(problems, "All arguments: troupe serve --help")
 
 
 def _usage_error(problems: Sequence[str], hint: str) -> int:

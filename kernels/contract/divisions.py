@@ -34,8 +34,8 @@ class Divisible:
         """Raises ConfigError if ``ranks`` do not divide ``number``, the size ``name``."""
         if number % ranks:
             raise ConfigError(
-                f"{self._names.get(name, name)} {number} of {self._architecture} cannot be divided by --tensor-parallel-size {ranks}; "
-                f"{self._remedy()}"
+                f"{self._names.get(name, name)} {number} of {self._architecture} cannot be divided by "
+                f"--tensor-parallel-size {ranks}; {self._remedy()}"
             )
 
     def check_kv_heads(self, ranks: int) -> None:

@@ -79,7 +79,7 @@ def _refusal(config: ModelConfig) -> str:
     if config.shared_caches or config.indexed:
         return "because some layers read what others made"
     if not config.layers_alike:
-        return "because its layers have sizes of their own"
+        return "because its layers have sizes or constants of their own"
     return ""
 
 
