@@ -131,7 +131,7 @@ def test_an_adapters_path_that_no_file_can_have_is_refused(path):
         resolve_adapter_path(path)
 
 
-def test_ends_outside_of_the_vocabulary_are_left_out_aloud(
+def test_ends_outside_of_the_vocabulary_are_left_out_with_a_warning(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = shutil.copytree(tiny_model, tmp_path / "model")
