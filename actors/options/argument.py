@@ -132,8 +132,6 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
         elif isinstance(value, str):
             self._check_text(value)
         elif isinstance(value, tuple):
-            if self.kind == "words" and self.optional and not value:
-                raise ArgumentError("must not be empty; leave it out for the default")
             for member in value:
                 if self.kind in ("ints", "floats"):
                     self._check_number(member)

@@ -117,8 +117,8 @@ def test_a_list_of_values_is_missing(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "[]", ","])
-def test_an_empty_list_of_values_is_refused(value: str) -> None:
-    with pytest.raises(ArgumentError, match=r"^--served-model-name: must not be empty; leave it out for the default$"):
+def test_an_empty_list_of_names_is_refused(value: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^--served-model-name must not be empty; leave it out for the default$"):
         load_arguments(["m", "--served-model-name", value], {})
 
 
