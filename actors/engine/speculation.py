@@ -21,6 +21,8 @@ _CHAIN = (3, 1, 4)
 _NGRAM_TOKENS = 12
 _BLOCK = 16
 _LARGEST_FILE = 16 << 20
+_UNNAMED_HEADS = {"longcat_flash": 1, "mimo_v2_flash": 3, "qwen3_next": 1}
+"""Multi-token heads in published checkpoints whose config.json does not name them, by its model_type."""
 
 
 def speculation(arguments: Arguments, files: ModelFiles) -> SpeculativeSettings | None:
@@ -134,14 +136,14 @@ def _layout(draft: Mapping[str, Any]) -> Literal["EAGLE3", "MTP", "DFLASH"] | No
 
 
 def _heads(config: Mapping[str, Any]) -> int:
-    """Multi-token heads in a checkpoint. Qwen3-Next's config.json does not name its head."""
+    """Multi-token heads in a checkpoint."""
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else config
     for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
         value = config.get(name, inner.get(name))
         if isinstance(value, int):
             return max(value, 0)
-    return int(config.get("model_type") == "qwen3_next")
+    return _UNNAMED_HEADS.get(str(config.get("model_type")), 0)
 
 
 def _tree(a: Arguments, algorithm: str, files: ModelFiles, draft: Mapping[str, Any]) -> tuple[int, int, int]:

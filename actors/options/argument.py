@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from fractions import Fraction
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -40,6 +42,8 @@ MAX_TEXT = 65536
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
 _NONE = frozenset({"none", "null"})
+_SUFFIXED = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)([kmg])|(\d{1,15})([KMG])")
+_POWERS = {"k": 1, "m": 2, "g": 3}
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +149,7 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
             case "int":
                 if text is not None:
                     try:
-                        return int(text)
+                        return _integer(text)
                     except ValueError:
                         raise self._wrong_type(value) from None
                 if isinstance(value, float) and value.is_integer():
@@ -268,6 +272,21 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                     until = "up to" if self.above else "to"
                     noun += f" {joint} {self.minimum} {until} {self.maximum}"
                 return " or ".join((noun, *map(str, self.also)))
+
+
+def _integer(text: str) -> int:
+    """The number in ``text``: 32768, or with a suffix as in vLLM's command lines: 32k is 32,000, 32K is 32,768. Raises
+    ValueError."""
+    found = _SUFFIXED.fullmatch(text)
+    if found is None:
+        return int(text)
+    decimal, thousands, binary, kibis = found.groups()
+    if binary:
+        return int(binary) << 10 * _POWERS[kibis.lower()]
+    number = Fraction(decimal) * 1000 ** _POWERS[thousands]
+    if number.denominator != 1:
+        raise ValueError(text)
+    return int(number)
 
 
 def _word(part: object) -> object:

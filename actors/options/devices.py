@@ -16,7 +16,10 @@ _ATTENTION_HELP = (
     "comparison."
 )
 _OTHER_ATTENTION = dict.fromkeys(
-    ("triton", "flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "aiter", "wave"),
+    (
+        *("triton", "flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "aiter", "wave"),
+        *("flash_attn", "triton_attn", "flashinfer_mla", "flash_attn_mla", "flex_attention", "torch_sdpa", "xformers"),
+    ),
     "attention kernels can be chosen on NPUs only (ascend or torch_native); leave it out",
 )
 

@@ -36,6 +36,8 @@ def adapter_path(word: str) -> AdapterPath:
             given = json.loads(word)
         except (ValueError, RecursionError):
             raise ArgumentError(f"{word[:80]!r} is no JSON object") from None
+        if "base_model_name" in given:
+            raise ArgumentError("base_model_name of an adapter is always the served model; leave it out")
         if unknown := sorted(set(given) - set(_KEYS)):
             raise ArgumentError(f"an adapter has no {unknown[0][:64]!r}; known are lora_name, lora_path and pinned")
         try:

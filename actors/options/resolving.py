@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -70,6 +71,12 @@ def find(name: str) -> ResolvedName:
     result = _INDEX.get(key) or next((member for prefix, member in _FAMILIES.items() if key.startswith(prefix)), None)
     if result is not None:
         return result
+    stem, dot, member = key.partition(".")
+    if dot and stem in _INDEX:
+        if isinstance(entry := _INDEX[stem].entry, Refusal):
+            raise ArgumentError(f"{entry.reason}; {entry.remedy}")
+        whole = json.dumps({member.partition(".")[0].replace("-", "_"): "..."})
+        raise ArgumentError(f"give one JSON object for all members: {name.partition('.')[0]} '{whole}'")
     # Suggest a refused name only if it is very similar.
     near = get_close_matches(key, _IMPLEMENTED, n=1, cutoff=0.7) or get_close_matches(key, _REFUSED, n=1, cutoff=0.85)
     hint = f"did you mean {_spelled_like(name, near[0])}?" if near else "troupe serve --help lists all arguments"

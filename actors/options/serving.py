@@ -32,7 +32,7 @@ _TOOL_NAMES = {
     "deepseek_v32": "deepseekv32",
     "deepseekv4": "deepseek_v4",
     **dict.fromkeys(("kimik2", "kimi"), "kimi_k2"),
-    **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe"), "glm45"),
+    **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe", "ling3"), "glm45"),
     **dict.fromkeys(("openai", "gpt_oss", "harmony"), "gpt-oss"),
     **dict.fromkeys(("minimax_m2", "minimax"), "minimax-m2"),
     **dict.fromkeys(("internlm2", "interns1"), "internlm"),
@@ -44,7 +44,7 @@ _TOOL_NAMES = {
 
 _OTHER_TOOL_NAMES = dict.fromkeys(
     ("apertus", "apertus2509", "dots", "functiongemma", "gemma4", "gigachat3", "gigachat35", "granite-20b-fc",
-     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "lfm2", "ling3", "longcat",
+     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "lfm2", "longcat",
      "minicpm5", "minimax-m3", "minimax_m3", "muse", "olmo3", "poolside_v1", "seed_oss", "solar_open2", "spark25",
      "trinity", "xlam"),
     "this format of tool calls is not supported; use passthrough, which leaves it in the text",
@@ -55,7 +55,7 @@ _THOUGHT_NAMES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek-v31", "deepseek-v4", "deepseek_v4"), "deepseek-v3"),
     **dict.fromkeys(("mimo", "interns1", "holo2"), "qwen3"),
     "qwen3_thinking": "qwen3-thinking",
-    "glm47": "glm45",
+    **dict.fromkeys(("glm47", "ling3"), "glm45"),
     **dict.fromkeys(("kimi_k25", "kimi-k2"), "kimi_k2"),
     **dict.fromkeys(("gpt_oss", "openai_gptoss", "harmony"), "gpt-oss"),
     **dict.fromkeys(("minimax_m2", "minimax-m2"), "minimax"),

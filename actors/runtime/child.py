@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Union
 
 import msgspec
@@ -46,6 +47,8 @@ def main(sock: socket.socket, thread_sock: socket.socket, spec: bytes, turn: Cal
     sock.set_inheritable(False)
     thread_sock.set_inheritable(False)
     described = msgspec.msgpack.decode(spec, type=ChildSpec)
+    with contextlib.suppress(OSError):  # the name that ps and top show; only Linux has it, of 15 bytes
+        Path("/proc/self/comm").write_bytes(described.name.encode())
     # An error is dropped: the start raises it again and reports it.
     with contextlib.suppress(Exception):
         import_name(described.target).prepare(*_arguments(described))

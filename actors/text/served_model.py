@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from kernels.contract.pooling import PoolingConfig
 from kernels.contract.tasks import Classify, Generate, Task, task_name
 
 __all__ = ["ServedModel"]
+
+_log = logging.getLogger("troupe.engine")
 
 
 class ServedModel:
@@ -50,7 +53,8 @@ class ServedModel:
         self.pooling = _pooling(self.files, a.is_embedding)
         own = self.pooling.max_tokens if self.pooling is not None else 0
         self.context_length = a.context_length or min(own or self.files.context_length, self.files.context_length)
-        self.eos_ids = self.files.eos_token_ids() or (self.codec.eos_from_tokenizer() if self.codec else ())
+        ends = self.files.eos_token_ids() or (self.codec.eos_from_tokenizer() if self.codec else ())
+        self.eos_ids = _possible(ends, self.vocab_size)
         self.generation_defaults = self._generation_defaults(a)
 
     @property
@@ -151,6 +155,18 @@ class ServedModel:
             param="max_tokens",
             code="context_length_exceeded",
         )
+
+
+def _possible(ends: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Those of the ids that end a sequence which the model can produce. ``vocab_size``: 0 if config.json has none."""
+    result = tuple(token for token in ends if 0 <= token < (vocab_size or token + 1))
+    if result != ends:
+        _log.warning(
+            "eos_token_id has ids that are no tokens of the model and are ignored: %s (vocab_size: %s)",
+            ", ".join(str(token) for token in ends if token not in result),
+            vocab_size or "unknown",
+        )
+    return result
 
 
 def _pooling(files: ModelFiles, is_embedding: bool) -> PoolingConfig | None:

@@ -106,6 +106,7 @@ _FAMILIES: Mapping[str, tuple[ToolFormat, ThoughtFormat]] = {
     "Ministral3ForCausalLM": ("mistral", OFF),
     "Mistral4ForCausalLM": ("mistral", OFF),
     "MistralForCausalLM": ("mistral", OFF),
+    "MistralLarge4ForCausalLM": ("mistral", OFF),
     "MixtralForCausalLM": ("mistral", OFF),
 }
 """``architectures`` of config.json -> formats of tool calls and thoughts, for templates that show neither."""

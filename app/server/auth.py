@@ -62,7 +62,7 @@ class Keyring:
                         code="not_found",
                     )
                 return ""
-            self._demand(headers, self._admin)
+            self._demand(headers, self._admin, admin=True)
         elif self._user:
             return self._tenants[self._demand(headers, self._user + self._admin)]
         return ""
@@ -85,7 +85,7 @@ class Keyring:
         """
         return bool(self._user or (level is AccessLevel.ADMIN and self._admin))
 
-    def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> int:
+    def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...], *, admin: bool = False) -> int:
         """The index of the given key. Raises 401 without one."""
         given = _given_keys(headers)
         matched = -1
@@ -93,11 +93,11 @@ class Keyring:
             for candidate in given:
                 matched = (matched, place)[hmac.compare_digest(candidate, key)]
         if matched < 0:
+            wanted, option = ("admin key", " (of --admin-api-key)") if admin else ("API key", "")
+            wrong = f"Incorrect {wanted}" if given else f"An {wanted} is required"
             raise ApiError(
                 401,
-                "Incorrect API key; send it as 'Authorization: Bearer KEY'."
-                if given
-                else "An API key is required; send it as 'Authorization: Bearer KEY'.",
+                f"{wrong}{option}; send it as 'Authorization: Bearer KEY'.",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

@@ -11,27 +11,39 @@ from kernels.contract.errors import ConfigError
 __all__ = ["Divisible", "check_divisions", "stage_layers"]
 
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
+_CHATGLM = {
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "multi_query_group_num",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "padded_vocab_size",
+}
+"""The names of these sizes in ChatGLM's files, all of which share key-value heads."""
 
 
 class Divisible:
-    """The sizes of a model that ranks divide: ``heads``, ``kv_heads``, of which ranks may share one, and ``others``."""
+    """The sizes of a model that ranks divide: ``heads``, ``kv_heads``, of which ranks may share one, and ``others``.
+    ``names``: what config.json calls some of them."""
 
-    def __init__(self, architecture: str, heads: int, kv_heads: int, others: tuple[int, ...]) -> None:
+    def __init__(
+        self, architecture: str, heads: int, kv_heads: int, others: tuple[int, ...], names: Mapping[str, str]
+    ) -> None:
         self._architecture, self._heads, self._kv_heads, self._others = architecture, heads, kv_heads, others
+        self._names = names
 
     def check(self, name: str, number: int, ranks: int) -> None:
-        """Raises ConfigError if ``ranks`` do not divide ``number``, which config.json calls ``name``."""
+        """Raises ConfigError if ``ranks`` do not divide ``number``, the size ``name``."""
         if number % ranks:
             raise ConfigError(
-                f"{name} {number} of {self._architecture} cannot be divided by --tensor-parallel-size {ranks}; "
-                f"{self._remedy()}"
+                f"{self._names.get(name, name)} {number} of {self._architecture} cannot be divided by "
+                f"--tensor-parallel-size {ranks}; {self._remedy()}"
             )
 
     def check_kv_heads(self, ranks: int) -> None:
         """Raises ConfigError if neither ranks divide the key-value heads nor these the ranks."""
         if not self._shares(ranks):
+            name = self._names.get("num_key_value_heads", "num_key_value_heads")
             raise ConfigError(
-                f"num_key_value_heads {self._kv_heads} of {self._architecture} and --tensor-parallel-size {ranks} do "
+                f"{name} {self._kv_heads} of {self._architecture} and --tensor-parallel-size {ranks} do "
                 f"not divide one another; {self._remedy()}"
             )
 
@@ -62,11 +74,14 @@ def check_divisions(config: Mapping[str, Any], architecture: str, *, stages: int
     devices that divide the heads of attention; 1: none do. Raises ConfigError."""
     if isinstance(config.get("text_config"), Mapping):  # workers read its sizes, and defaults of a family
         return
+    names = _CHATGLM if "multi_query_group_num" in config else {}
+    config = {**config, **{name: config.get(key) for name, key in names.items()}}
     sizes = {key: value for key, value in config.items() if type(value) is int and value > 0}
     if layers := sizes.get("num_hidden_layers"):
         stage_layers(layers, 0, stages)
     if heads := sizes.get("num_attention_heads"):
         kv_heads = heads if "kv_lora_rank" in config else sizes.get("num_key_value_heads", heads)
-        divisible = Divisible(architecture, heads, kv_heads, tuple(sizes[key] for key in _INNER if key in sizes))
+        others = tuple(sizes[key] for key in _INNER if key in sizes)
+        divisible = Divisible(architecture, heads, kv_heads, others, names)
         divisible.check("num_attention_heads", heads, ranks)
         divisible.check_kv_heads(ranks)

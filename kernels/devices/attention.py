@@ -179,7 +179,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         """As ``attend_latent``, over the ``chosen`` tokens alone."""
         assert batch.rows is not None, "they were chosen from rows on the host"
         absorbed = torch.cat(heads.absorb(queries), 2)
-        return heads.expand(attend_chosen(absorbed, cache, batch.rows, heads.rank, scale, chosen))
+        return heads.expand(attend_chosen(absorbed, cache, batch.rows, heads, scale, chosen))
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each

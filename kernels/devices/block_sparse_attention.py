@@ -2,7 +2,8 @@
 
     score(query, block) = sum over index heads h of  relu(q[h] @ k[block])
 
-A query attends to the blocks before it with the highest scores, and to the tokens after the last whole block.
+A query attends to the blocks before it with the highest scores, of equal ones to the first, and to the tokens after
+the last whole block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.latent_attention import row_pages, row_vectors
 from kernels.devices.latent_cache import Vectors
-from kernels.devices.sparse_attention import Chosen
+from kernels.devices.sparse_attention import Chosen, highest
 
 __all__ = ["attend_chosen_heads", "choose_blocks"]
 
@@ -54,9 +55,9 @@ def choose_blocks(
             seen = torch.arange(end - count + low + 1, end - count + low + 1 + len(some), device=device)
             whole = torch.div(seen, size, rounding_mode="floor").unsqueeze(1)
             scores.masked_fill_(torch.arange(blocks, device=device) >= whole, -torch.inf)
-            found = scores.topk(top_k, 1)
-            tokens = found.indices.unsqueeze(2) * size + torch.arange(size, device=device)
-            tokens.masked_fill_((found.values == -torch.inf).unsqueeze(2), -1)
+            found = highest(scores, top_k)
+            tokens = found.unsqueeze(2) * size + torch.arange(size, device=device)
+            tokens.masked_fill_((found >= whole).unsqueeze(2), -1)
             last = whole * size + torch.arange(size - 1, device=device)
             best.append(torch.cat((tokens.flatten(1), last.masked_fill_(last >= seen.unsqueeze(1), -1)), 1))
         result.append(torch.cat(best))

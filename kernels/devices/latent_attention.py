@@ -31,6 +31,7 @@ __all__ = [
     "hidden_tokens",
     "row_pages",
     "row_vectors",
+    "shares",
 ]
 
 _EXPANDED = 256
@@ -44,11 +45,12 @@ _NUMBERS = 1 << 25  # of keys and values that are made at a time
 @dataclass(frozen=True, eq=False)
 class LatentHeads:
     """What makes keys and values of the first ``rank`` numbers of latent vectors: ``keys`` [heads, plain_dim, rank] and
-    ``values`` [heads, rank, value_dim]. ``identity``: queries are in the latent space before attention, and so are
-    results behind it."""
+    ``values`` [heads, rank, value_dim]. ``sinks`` float32 [heads]: logits beside the scores of tokens, without values.
+    ``identity``: queries are in the latent space before attention, and so are results after it."""
 
     keys: Tensor
     values: Tensor
+    sinks: Tensor | None = None
     identity: ClassVar[bool] = False
 
     @property
@@ -77,7 +79,7 @@ class LatentSpaceHeads(LatentHeads):
         """As many as ``heads``, of the same rank."""
         same = torch.eye(heads.rank, dtype=heads.keys.dtype, device=heads.keys.device)
         same = same.expand(len(heads.keys), -1, -1)
-        return cls(same, same)
+        return cls(same, same, heads.sinks)
 
     def absorb(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         plain, rotated = queries.split((self.rank, queries.shape[2] - self.rank), 2)
@@ -160,16 +162,16 @@ def attend_latent_heads(
     """Causal attention of ``queries`` [tokens, heads, plain_dim + rope_dim] -> [tokens, heads, value_dim].
 
     The first rows, up to one of many tokens, are attended to in the latent space, the others with keys and values that
-    are made for them, unless there are none to make.
+    are made for them, unless there are none to make, or heads have sinks.
     """
     many = (rows.counts >= _EXPANDED).nonzero()[0]
-    few = int(many[0]) if len(many) and not heads.identity else len(rows.counts)
+    few = int(many[0]) if len(many) and not heads.identity and heads.sinks is None else len(rows.counts)
     tokens = int(rows.counts[:few].sum())
     out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
     if tokens:
         first = replace(rows, starts=rows.starts[:few], counts=rows.counts[:few], pages=rows.pages[:few])
         absorbed = torch.cat(heads.absorb(queries[:tokens]), 2)
-        out[:tokens] = heads.expand(attend_latent(absorbed, cache, first, heads.rank, scale))
+        out[:tokens] = heads.expand(attend_latent(absorbed, cache, first, heads.rank, scale, heads.sinks))
     for row in range(few, len(rows.counts)):
         start, count = int(rows.starts[row]), int(rows.counts[row])
         here = slice(tokens, tokens + count)
@@ -178,26 +180,38 @@ def attend_latent_heads(
     return out
 
 
-def attend_latent(queries: Tensor, cache: Vectors, rows: AttentionRows, dim: int, scale: float) -> Tensor:
+def attend_latent(
+    queries: Tensor, cache: Vectors, rows: AttentionRows, dim: int, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Causal attention of ``queries`` [tokens, heads, width] over the tokens of their rows -> [tokens, heads, dim].
 
-    dim: numbers of a vector that are its value. The vectors of the queries' own tokens are already in the cache. Only
-    positions of the row are read, so that other contents of a page, finite or not, have no effect.
+    dim: numbers of a vector that are its value. sinks: as ``LatentHeads``. The vectors of the queries' own tokens are
+    already in the cache. Only positions of the row are read, so that other contents of a page, finite or not, have no
+    effect.
     """
     out = queries.new_empty(*queries.shape[:2], dim)
     begin = 0
     for row, count in enumerate(rows.counts.tolist()):
         here = slice(begin, begin + count)
-        attend_row(queries[here], row_vectors(cache, rows, row, queries.device), rows, row, dim, scale, out[here])
+        vectors = row_vectors(cache, rows, row, queries.device)
+        attend_row(queries[here], vectors, rows, row, scale, out[here], sinks=sinks)
         begin += count
     return out
 
 
 def attend_row(
-    queries: Tensor, vectors: Tensor, rows: AttentionRows, row: int, dim: int, scale: float, out: Tensor
+    queries: Tensor,
+    vectors: Tensor,
+    rows: AttentionRows,
+    row: int,
+    scale: float,
+    out: Tensor,
+    *,
+    sinks: Tensor | None = None,
 ) -> None:
     """``attend_latent`` of one row's ``queries`` [count, heads, width] over its ``vectors`` [start + count, width], to
     ``out`` [count, heads, dim]."""
+    dim = out.shape[2]
     for low in range(0, len(queries), _QUERIES):
         high = min(low + _QUERIES, len(queries))
         hidden = hidden_tokens(rows, row, low, high, vectors.device)
@@ -206,8 +220,16 @@ def attend_row(
         # bfloat16 on a CPU.
         scores = torch.mm(queries[low:high].flatten(0, 1), keys.t()).view(high - low, -1, len(keys))
         wide = (scores.float() * scale).masked_fill_(hidden.unsqueeze(1), -torch.inf)
-        weights = wide.softmax(-1).to(scores.dtype)
+        weights = shares(wide, sinks).to(scores.dtype)
         torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[low:high].flatten(0, 1))
+
+
+def shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of ``scores`` float32 [queries, heads, tokens], of which ``sinks`` [heads] take a part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.view(1, -1, 1).expand(len(scores), -1, 1)
+    return torch.cat((scores, beside), 2).softmax(-1)[..., :-1]
 
 
 def hidden_tokens(rows: AttentionRows, row: int, low: int, high: int, device: torch.device) -> Tensor:

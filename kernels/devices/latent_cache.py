@@ -87,8 +87,8 @@ class IndexedLatent:
     keys: Vectors
 
 
-LatentCache: TypeAlias = Vectors | IndexedLatent
-"""One layer's."""
+LatentCache: TypeAlias = Vectors | IndexedLatent | tuple[Vectors | IndexedLatent, Vectors]
+"""One layer's; in a tuple the cache of another layer that it reads, and the index keys of its own."""
 
 
 def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -115,7 +115,7 @@ def make_latent_cache(
         scales = make_latent(pages, page_size, len(parts), scale_dtype, device) if narrow(kept) else None
         return NarrowLatent(make_latent(pages, page_size, sum(parts), held, device), scales, parts, kept, dtype)
 
-    vectors = make(spec.dim, spec.rope_dim)
+    vectors = make(*(part for part in (spec.dim, spec.rope_dim) if part))
     return IndexedLatent(vectors, make(spec.index_dim)) if spec.index_dim else vectors
 
 
@@ -159,14 +159,18 @@ def move_latent(caches: Sequence[LatentCache], source: Tensor, target: Tensor) -
 
 def latent_tensors(cache: LatentCache) -> Iterator[Tensor]:
     """The tensors of a ``cache``, each [pages, page_size, n]."""
+    if isinstance(cache, tuple):
+        for part in cache:
+            yield from latent_tensors(part)
+        return
     for vectors in (cache.vectors, cache.keys) if isinstance(cache, IndexedLatent) else (cache,):
         yield from _tensors(vectors)
 
 
 def _parts(caches: Sequence[LatentCache]) -> Iterator[Tensor]:
-    """The tensors of ``caches``."""
-    for cache in caches:
-        yield from latent_tensors(cache)
+    """The tensors of ``caches``, each once: layers may share one."""
+    found = [part for cache in caches for part in latent_tensors(cache)]
+    yield from {id(part): part for part in found}.values()
 
 
 def _tensors(vectors: Vectors) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@ DeepSeek-AI, arXiv 2512.02556, section 2.1), for devices without kernels for it.
 
     score(query, token) = sum over index heads h of  weight[h] * relu(q[h] @ k[token])
 
-A query attends to the tokens before it, itself among them, with the highest scores.
+A query attends to the tokens before it, itself among them, with the highest scores, of equal ones to the first.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.devices.latent_attention import attend_row, hidden_tokens, row_pages, row_vectors
+from kernels.devices.latent_attention import LatentHeads, attend_row, hidden_tokens, row_pages, row_vectors, shares
 from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
 
-__all__ = ["Chosen", "attend_chosen", "choose_tokens"]
+__all__ = ["Chosen", "attend_chosen", "choose_tokens", "highest"]
 
 _NUMBERS = 1 << 25
 """Most numbers of scores, or of gathered vectors, that are held at a time."""
@@ -52,18 +52,30 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Vectors, rows: Attenti
             hidden = hidden_tokens(rows, row, low, high, queries.device)
             total[:, : hidden.shape[1]].masked_fill_(hidden, -torch.inf)
             total[:, hidden.shape[1] :] = -torch.inf
-            found = total.topk(top_k, 1)
-            best.append(found.indices.masked_fill_(found.values == -torch.inf, -1))
+            found = highest(total, top_k)
+            best.append(found.masked_fill_(total.gather(1, found) == -torch.inf, -1))
         result.append(torch.cat(best))
         begin += count
     return result
 
 
+def highest(scores: Tensor, count: int) -> Tensor:
+    """The places int64 [rows, count] of the highest ``scores`` [rows, more], in order; of equal ones the first, however
+    many are hidden after them: many scores are 0, and a prompt's chunks must not decide. Makes NaN lowest."""
+    scores.masked_fill_(scores.isnan(), -torch.inf)  # one sequence's NaN must not fail the step
+    least = scores.topk(count, 1).values[:, -1:]
+    above, equal = scores > least, scores == least
+    left = count - above.sum(1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(1) <= left))
+    return chosen.to(scores.dtype).topk(count, 1).indices.sort(1).values  # nonzero would wait for the device
+
+
 def attend_chosen(
-    queries: Tensor, cache: Vectors, rows: AttentionRows, dim: int, scale: float, chosen: Chosen
+    queries: Tensor, cache: Vectors, rows: AttentionRows, heads: LatentHeads, scale: float, chosen: Chosen
 ) -> Tensor:
-    """Attention of ``queries`` [tokens, heads, width] over the ``chosen`` tokens of their rows -> [tokens, heads, dim].
-    dim: numbers of a vector that are its value. A query takes the same time however many tokens it sees."""
+    """Attention of ``queries`` [tokens, heads, width], which are in the latent space of ``heads``, over the ``chosen``
+    tokens of their rows -> [tokens, heads, rank]. A query takes the same time however many tokens it sees."""
+    dim = heads.rank
     out = queries.new_empty(*queries.shape[:2], dim)
     page_size, width = page_size_of(cache), queries.shape[2]
     begin = 0
@@ -71,7 +83,8 @@ def attend_chosen(
         own, best = slice(begin, begin + count), chosen[row]
         begin += count
         if best is None:
-            attend_row(queries[own], row_vectors(cache, rows, row, queries.device), rows, row, dim, scale, out[own])
+            vectors = row_vectors(cache, rows, row, queries.device)
+            attend_row(queries[own], vectors, rows, row, scale, out[own], sinks=heads.sinks)
             continue
         pages = row_pages(rows, row, page_size, queries.device)
         step = max(1, _numbers(queries.device) // (best.shape[1] * (width + queries.shape[1])))
@@ -82,8 +95,8 @@ def attend_chosen(
             places = pages[torch.div(at, page_size, rounding_mode="floor")] * page_size + at % page_size
             vectors = read_latent(cache, places.flatten()).view(len(some), -1, width)
             scores = torch.bmm(queries[here], vectors.transpose(1, 2)).float().mul_(scale)
-            shares = scores.masked_fill_((some < 0).unsqueeze(1), -torch.inf).softmax(-1).to(vectors.dtype)
-            torch.bmm(shares, vectors[..., :dim], out=out[here])
+            weights = shares(scores.masked_fill_((some < 0).unsqueeze(1), -torch.inf), heads.sinks).to(vectors.dtype)
+            torch.bmm(weights, vectors[..., :dim], out=out[here])
     return out
 
 

@@ -202,7 +202,7 @@ def advance_states(
     """Run every row of a step on from its state, and write the states where the next steps, and other sequences with
     the same prefix, find them. ``step``: tries a kernel first, which reads and writes ``cache`` itself; False: nothing
     has run."""
-    rows = max(1, _CALL_BYTES // sum(kept[0].nbytes for kept in cache))
+    rows = max(1, _CALL_BYTES // max(1, sum(kept[0].nbytes for kept in cache)))
     for whole in segments:
         if step is not None and step(whole):
             continue

@@ -39,8 +39,8 @@ class LayerGroups:
 
     ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here.
     ``is_captured``: passes over them can be captured. ``has_latent``: some keep latent vectors.
-    ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none;
-    ``shared``: that of another layer.
+    ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none.
+    ``shared``: layers that read another's cache, which stands before what they have of their own.
     Raises UnsupportedError.
     """
 
@@ -79,7 +79,8 @@ class LayerGroups:
                 by_layer[layer].append(cache)
         self.caches: list[Any] = [tuple(caches) if len(caches) > 1 else next(iter(caches), None) for caches in by_layer]
         for layer, source in (shared or {}).items():
-            self.caches[layer] = self.caches[source]
+            read, own = self.caches[source], self.caches[layer]
+            self.caches[layer] = read if own is None else (read, own)
 
     def windows(self, windows: frozenset[int]) -> frozenset[int]:
         """The ``windows`` of the model that need a plan over the main pages."""

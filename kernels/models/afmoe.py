@@ -14,7 +14,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, vocabulary
 from kernels.models.layers.block import Block, Norms, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.gated_attention import ApartGatedAttention
+from kernels.models.layers.gated_attention import apart_gated
 from kernels.models.layers.moe import ExpertNames
 from kernels.weights.tensors import TensorSpec, by_outputs, linear, norm
 
@@ -107,7 +107,7 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 def _layer(config: ModelConfig, builder: LayerBuilder, index: int) -> Block:
     name, experts = f"model.layers.{index}", config.experts
     norms = Norms(*(builder.norm(f"{name}.{norm}", config.norm_eps) for norm in _NORMS))
-    result = ApartGatedAttention(builder, config, f"{name}.self_attn", config.windows[index], "gate_proj")
+    result = apart_gated(builder, config, f"{name}.self_attn", config.windows[index], "gate_proj")
     if experts is not None and index in experts.layers:
         return Block(builder, config, result, moe.SparseFeedForward(builder, experts, name, _NAMES), norms)
     return Block(builder, config, result, gated_mlp(builder, config, f"{name}.mlp"), norms)

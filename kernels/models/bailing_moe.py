@@ -6,7 +6,8 @@ DeepSeek V3's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kernels.contract.errors import ConfigError
 from kernels.core.operators import Linear
@@ -18,7 +19,7 @@ from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.moe import DEEPSEEK
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "head_config", "head_layer", "head_tensors", "tensors"]
 
 _NAMES = dataclasses.replace(DEEPSEEK, correction="")
 _CORRECTED = dataclasses.replace(DEEPSEEK, correction="gate.expert_bias")
@@ -49,6 +50,13 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
+    yield from vocabulary.tensors(config, _EMBED)
+    for index in range(config.layers):
+        yield from _layer_tensors(config, index, f"model.layers.{index}", f"blk.{index}")
+    yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
+
+
+def _layer_tensors(config: ModelConfig, index: int, layer: str, gguf: str) -> Iterator[TensorSpec]:
     hidden, heads, kv_heads, dim, experts = (
         config.hidden_size,
         config.heads,
@@ -58,46 +66,59 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     )
     assert experts is not None
     queries, keys, names = heads * dim, kv_heads * dim, _CORRECTED if experts.corrected else _NAMES
-    yield from vocabulary.tensors(config, _EMBED)
-    for index in range(config.layers):
-        layer, gguf = f"model.layers.{index}", f"blk.{index}"
-        module, parts = f"{layer}.attention", by_outputs((queries, heads), (keys, kv_heads), (keys, kv_heads))
-        yield from pre_norm.norm_tensors(config, layer, gguf)
-        width, bias = queries + 2 * keys, config.qkv_bias
-        if config.qkv_apart:
-            own = ((queries, heads, heads), (keys, kv_heads, kv_heads), (keys, kv_heads, 0))
-            for part, (rows, units, rotated) in zip("qkv", own, strict=True):
-                yield from linear(
-                    f"{module}.{part}_proj",
-                    (rows, hidden),
-                    by_outputs((rows, units)),
-                    f"{gguf}.attn_{part}",
-                    bias=bias,
-                    rotary_heads=rotated,
-                )
-        else:
-            yield from linear(f"{module}.query_key_value", (width, hidden), parts, f"{gguf}.attn_qkv", bias=bias)
-        output, inputs = f"{module}.dense", by_inputs(queries, heads)
-        yield from linear(output, (hidden, queries), inputs, f"{gguf}.attn_output", bias=config.output_bias)
-        if config.qk_norm:
-            yield norm(f"{module}.query_layernorm", dim, f"{gguf}.attn_q_norm")
-            yield norm(f"{module}.key_layernorm", dim, f"{gguf}.attn_k_norm")
-        if index in experts.layers:
-            yield from moe.tensors(experts, hidden, layer, gguf, names)
-        else:
-            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
-    yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
+    module, parts = f"{layer}.attention", by_outputs((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    yield from pre_norm.norm_tensors(config, layer, gguf)
+    width, bias = queries + 2 * keys, config.qkv_bias
+    if config.qkv_apart:
+        own = ((queries, heads, heads), (keys, kv_heads, kv_heads), (keys, kv_heads, 0))
+        for part, (rows, units, rotated) in zip("qkv", own, strict=True):
+            yield from linear(
+                f"{module}.{part}_proj",
+                (rows, hidden),
+                by_outputs((rows, units)),
+                f"{gguf}.attn_{part}",
+                bias=bias,
+                rotary_heads=rotated,
+            )
+    else:
+        yield from linear(f"{module}.query_key_value", (width, hidden), parts, f"{gguf}.attn_qkv", bias=bias)
+    output, inputs = f"{module}.dense", by_inputs(queries, heads)
+    yield from linear(output, (hidden, queries), inputs, f"{gguf}.attn_output", bias=config.output_bias)
+    if config.qk_norm:
+        yield norm(f"{module}.query_layernorm", dim, f"{gguf}.attn_q_norm")
+        yield norm(f"{module}.key_layernorm", dim, f"{gguf}.attn_k_norm")
+    if index in experts.layers:
+        yield from moe.tensors(experts, hidden, layer, gguf, names)
+    else:
+        yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
     vocab = vocabulary.vocabulary(builder, config, _EMBED)
-    layers = [_layer(config, builder, index) for index in range(config.layers)]
+    layers = [_layer(config, builder, index, f"model.layers.{index}") for index in range(config.layers)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, builder: LayerBuilder, index: int) -> Block:
-    name, experts = f"model.layers.{index}", config.experts
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> ModelConfig:
+    """The sizes of a head for later tokens, a model of one layer with experts."""
+    assert target.experts is not None
+    experts = dataclasses.replace(target.experts, layers=frozenset((0,)))
+    return dataclasses.replace(target, layers=1, windows=target.windows[:1], experts=experts)
+
+
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+    """The tensors of the layer of a head for later tokens."""
+    return _layer_tensors(config, 0, name, "")
+
+
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    """The layer of ``head_tensors``, on one rank."""
+    return _layer(config, builder, 0, name)
+
+
+def _layer(config: ModelConfig, builder: LayerBuilder, index: int, name: str) -> Block:
+    experts = config.experts
     assert experts is not None
     norms = Norms(
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),

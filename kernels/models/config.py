@@ -131,6 +131,9 @@ class IndexConfig:
     """The indexer of sparse attention (DeepSeek-AI, arXiv 2512.02556, section 2.1): ``heads`` of ``dim`` numbers score
     all tokens before a query, which attends to the ``chosen`` best. ``own``: layers that have one; each other layer
     takes what the last of them before it chose. ``rope_interleaved``: as ``ModelConfig``, of the indexer's heads.
+    ``own_queries``: its queries are made from the layer's input, normed, and scaled by ``layers.query_scale``, where
+    others are made from the compressed vector of attention's queries. ``rotates_last``: the last numbers of a head have
+    positions, not the first. ``norm_eps``: of the norms of keys and of the layer's input.
     """
 
     heads: int
@@ -138,6 +141,13 @@ class IndexConfig:
     chosen: int
     own: frozenset[int]
     rope_interleaved: bool = False
+    own_queries: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
+
+    def spec(self) -> Latent:
+        """The keys of a layer that caches nothing else."""
+        return Latent(self.dim, 0)
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,8 @@ class LatentConfig:
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
     ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files. ``index``: of sparse
     attention; None: all tokens are attended to. ``factor``: of the vector. ``whole``: every rank has all heads.
+    ``norm_eps``: of the norms of both vectors. ``scaled``: queries are scaled by ``layers.query_scale``. ``reads``: a
+    layer makes no vectors, but reads those of another (``ModelConfig.shared_caches``).
     """
 
     query_rank: int
@@ -158,6 +170,9 @@ class LatentConfig:
     index: IndexConfig | None = None
     factor: float = 1.0
     whole: bool = False
+    norm_eps: float = 1e-6
+    scaled: bool = False
+    reads: bool = False
 
     def spec(self, indexed: bool = True) -> Latent:
         """What a layer caches. ``indexed``: whether it has an indexer, if the model has any."""
@@ -200,9 +215,10 @@ class ModelConfig:
     ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token. ``shared_caches``: layers that write no cache, and the one
-    whose cache each of them reads. ``code``: of a model that runs transformers' modeling code. ``whole_dense``: dense
-    feed-forward layers beside those of experts are not divided over ranks.
+    ``first_position``: the row of an input's first token. ``shared_caches``: layers that read another's cache in place
+    of one of their own, and the one whose cache each of them reads. ``code``: of a model that runs transformers'
+    modeling code. ``whole_dense``: dense feed-forward layers beside those of experts are not divided over ranks.
+    ``names``: as ``ConfigReader``.
     """
 
     architecture: str
@@ -258,6 +274,12 @@ class ModelConfig:
     shared_caches: Mapping[int, int] = field(default_factory=dict)
     code: CodeModel | None = None
     whole_dense: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layers_alike(self) -> bool:
+        """Whether layers read no sizes but these, so that a stage of a pipeline can number them from 0."""
+        return type(self) is ModelConfig
 
     @property
     def attention_features(self) -> Mapping[str, str]:
@@ -368,19 +390,22 @@ def _divisible(config: ModelConfig) -> Divisible:
     sizes = config.experts
     experts = () if sizes is None else (sizes.inner // (MXFP4_BLOCK if sizes.packed else 1), sizes.shared)
     dense = () if config.whole_dense else (config.intermediate_size,)
-    return Divisible(config.architecture, config.heads, config.kv_heads, (*dense, *experts, config.vocab_size))
+    others = (*dense, *experts, config.vocab_size)
+    return Divisible(config.architecture, config.heads, config.kv_heads, others, config.names)
 
 
 class ConfigReader:
-    """A config.json object. Every method checks what it reads and raises ConfigError, naming the key."""
+    """A config.json object. Every method checks what it reads and raises ConfigError, naming the key. ``names``: what
+    the file calls some of the keys of ``raw``."""
 
-    def __init__(self, raw: Mapping[str, Any], architecture: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], architecture: str, names: Mapping[str, str] | None = None) -> None:
         self.raw = raw
         self.architecture = architecture
+        self.names = names or {}
 
     def size(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
         """A whole number from 1 to ``maximum``."""
-        return _size(self.raw, key, default, maximum)
+        return _size(self.raw, key, default, maximum, self.names)
 
     def number(self, key: str, default: float) -> float:
         """A number above 0."""
@@ -424,9 +449,11 @@ class ConfigReader:
         kv_heads = self.size("num_key_value_heads", heads)
         head_dim = self.size("head_dim", head_dim or hidden // heads)
         if heads % kv_heads:
-            raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+            name = self.names.get("num_key_value_heads", "num_key_value_heads")
+            raise ConfigError(f"num_attention_heads {heads} is not a multiple of {name} {kv_heads}")
         if head_dim % 2:
-            raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+            name = self.names.get("head_dim", "head_dim")
+            raise ConfigError(f"{name} {head_dim} is odd; rotary embeddings need an even one")
         max_positions = self.size("max_position_embeddings")
         rope = _rope(raw, max_positions, head_dim, rotary, theta)
         if rope.kind == "yarn":
@@ -454,6 +481,7 @@ class ConfigReader:
             experts=experts,
             activation=activation,
             layer_norms=norm_eps != "rms_norm_eps",
+            names=self.names,
         )
 
     def latent_decoder(
@@ -491,10 +519,15 @@ class ConfigReader:
         )
 
     def indexed_decoder(
-        self, *, experts: ExpertsConfig, eps: float = 1e-6, index_interleaved: bool = False
+        self,
+        *,
+        experts: ExpertsConfig,
+        eps: float = 1e-6,
+        index_interleaved: bool = False,
+        own_queries: bool = False,
     ) -> ModelConfig:
         """``latent_decoder`` with an indexer. ``index_interleaved``: ``IndexConfig.rope_interleaved``, if
-        ``indexer_rope_interleave`` does not say it."""
+        ``indexer_rope_interleave`` does not say it. ``own_queries``: as ``IndexConfig``."""
         plain = self.latent_decoder(experts=experts, eps=eps)
         latent, interleave = plain.latent, self.raw.get("indexer_rope_interleave")
         assert latent is not None, "of every latent decoder"
@@ -504,8 +537,9 @@ class ConfigReader:
             self.size("index_topk"),
             self._indexed_layers(),
             index_interleaved if interleave is None else bool(interleave),
+            own_queries,
         )
-        if not latent.query_rank:
+        if not latent.query_rank and not own_queries:
             raise ConfigError(f"config.json: {self.architecture} needs q_lora_rank, which its indexer reads")
         if index.dim < latent.rope_dim:
             raise ConfigError(
@@ -670,14 +704,20 @@ class ConfigReader:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-    value = raw.get(key)
+def _size(
+    raw: Mapping[str, Any],
+    key: str,
+    default: int | None = None,
+    maximum: int = MAX_SIZE,
+    names: Mapping[str, str] | None = None,
+) -> int:
+    value, name = raw.get(key), (names or {}).get(key, key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
+        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, and is {value!r}")
     if value > maximum:
-        raise ConfigError(f"config.json: {key} must be at most {maximum}, and is {value}; is the file damaged?")
+        raise ConfigError(f"config.json: {name} must be at most {maximum}, and is {value}; is the file damaged?")
     return value
 
 

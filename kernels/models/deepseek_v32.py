@@ -15,7 +15,7 @@ from kernels.models.layers.indexer import Indexer
 from kernels.models.layers.moe import DEEPSEEK
 from kernels.weights.tensors import TensorSpec
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "sizes", "tensors"]
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -27,7 +27,7 @@ def config(raw: ConfigReader) -> ModelConfig:
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
     yield from sparse.tensors(config, DEEPSEEK, mla.tensors)
-    latent, index = _sizes(config)
+    latent, index = sizes(config)
     for layer in sorted(index.own):
         module, hidden = f"model.layers.{layer}.self_attn", config.hidden_size
         yield from indexer.tensors(index, module, hidden, latent.query_rank, f"blk.{layer}")
@@ -35,7 +35,7 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """One vector of each token in every layer, and a key in those with an indexer."""
-    latent, index = _sizes(config)
+    latent, index = sizes(config)
     others = tuple(layer for layer in range(config.layers) if layer not in index.own)
     groups = [CacheGroup(latent.spec(), tuple(sorted(index.own)))]
     if others:
@@ -45,7 +45,7 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    latent, index = _sizes(config)
+    latent, index = sizes(config)
     own = {f"model.layers.{layer}.self_attn" for layer in index.own}
     last: list[Indexer] = []
 
@@ -57,7 +57,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     return sparse.build(config, builder, DEEPSEEK, attention)
 
 
-def _sizes(config: ModelConfig) -> tuple[LatentConfig, IndexConfig]:
+def sizes(config: ModelConfig) -> tuple[LatentConfig, IndexConfig]:
+    """The sizes of attention and of its indexer."""
     latent = config.latent
     assert latent is not None, "the family reads config.json by indexed_decoder"
     assert latent.index is not None, "the same"

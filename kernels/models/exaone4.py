@@ -8,7 +8,8 @@ positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kernels.contract.caches import CacheGroup
 from kernels.models.config import ConfigReader, ModelConfig
@@ -18,7 +19,7 @@ from kernels.models.layers.block import Block, Norms, attention, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.weights.tensors import TensorSpec, norm
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "head_config", "head_layer", "head_tensors", "tensors"]
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -33,15 +34,38 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    hidden = config.hidden_size
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer, gguf = f"model.layers.{index}", f"blk.{index}"
-        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
-        yield norm(f"{layer}.post_attention_layernorm", hidden, f"{gguf}.post_attention_norm")
-        yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
-        yield norm(f"{layer}.post_feedforward_layernorm", hidden, f"{gguf}.post_ffw_norm")
-    yield norm("model.norm", hidden, "output_norm")
+        yield from _layer_tensors(config, f"model.layers.{index}", f"blk.{index}")
+    yield norm("model.norm", config.hidden_size, "output_norm")
+
+
+def _layer_tensors(config: ModelConfig, layer: str, gguf: str) -> Iterator[TensorSpec]:
+    hidden = config.hidden_size
+    yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+    yield norm(f"{layer}.post_attention_layernorm", hidden, f"{gguf}.post_attention_norm")
+    yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+    yield norm(f"{layer}.post_feedforward_layernorm", hidden, f"{gguf}.post_ffw_norm")
+
+
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> ModelConfig:
+    """The sizes of a head for later tokens, which is as the target's first layer; ``mtp_layer_types`` may say that it
+    has no window, then it rotates no heads unless all layers do."""
+    kinds, window, rope = raw.get("mtp_layer_types"), target.windows[0], target.ropes.get(0, target.rope)
+    if isinstance(kinds, list) and kinds[:1] == ["full_attention"]:
+        full = next((layer for layer, other in enumerate(target.windows) if not other), None)
+        window, rope = 0, rope if full is None else target.ropes.get(full, target.rope)
+    return dataclasses.replace(target, layers=1, windows=(window,), experts=None, rope=rope, ropes={})
+
+
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+    """The tensors of the layer of a head for later tokens."""
+    return _layer_tensors(config, name, "")
+
+
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    """The layer of ``head_tensors``, on one rank."""
+    return _layer(config, builder, name, config.windows[0])
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

@@ -1,9 +1,8 @@
 """Kimi Linear (Kimi Team, arXiv 2510.26692): three of four layers are Kimi delta attention, the others latent attention
 without positions; experts that a sigmoid scores and a correction balances.
 
-Kimi delta attention is a gated delta net in which each number of a key decays by itself:
-
-    decay = -exp(A_log) * softplus(f_b(f_a(x)) + dt_bias);   o_proj(norm(delta_rule) * sigmoid(g_b(g_a(x))))
+In Kimi delta attention ``f = f_b(f_a(x))``, of which decays are ``-exp(A_log) * softplus(f + dt_bias)``, and
+``g = g_b(g_a(x))``.
 """
 
 from __future__ import annotations
@@ -12,24 +11,20 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup
 from kernels.contract.errors import ConfigError
-from kernels.devices.delta_rule import DeltaInputs
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import mla, recurrent, sparse
+from kernels.models.layers import kimi_delta, mla, recurrent, sparse
 from kernels.models.layers.block import AttentionLayer
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.delta_net import DeltaConfig, GatedDeltaNet, sizes
+from kernels.models.layers.delta_net import DeltaConfig, sizes
 from kernels.models.layers.moe import ExpertNames
-from kernels.models.layers.recurrent import CausalConvolution
-from kernels.weights.tensors import GgufPlace, Role, Split, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, Split, TensorSpec, by_outputs, linear
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "tensors", "usual_keys"]
 
 _NAMES = ExpertNames(
     "block_sparse_moe",
@@ -56,8 +51,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         raise ConfigError(f"moe_router_activation_func {scores!r} is not supported; supported is sigmoid")
     if not raw.raw.get("mla_use_nope", True):
         raise ConfigError("mla_use_nope false is not supported: attention is run without positions")
-    renamed = {key: raw.raw[name] for key, name in _KEYS.items() if raw.raw.get(name) is not None}
-    inner = ConfigReader({"norm_topk_prob": True, **raw.raw, **renamed}, raw.architecture)
+    inner = usual_keys(raw)
     experts = inner.deepseek_experts(inner.later_layers(1), "sigmoid", pair_sum=True)
     plain = inner.latent_decoder(experts=experts, eps=1e-5)
     delta, layers = _delta(inner)
@@ -68,6 +62,12 @@ def config(raw: ConfigReader) -> ModelConfig:
         recurrence=delta,
         recurrent=layers,
     )
+
+
+def usual_keys(raw: ConfigReader) -> ConfigReader:
+    """``raw`` with the keys of other families; the chosen experts' weights add up to one if it says nothing."""
+    renamed = {key: raw.raw[name] for key, name in _KEYS.items() if raw.raw.get(name) is not None}
+    return ConfigReader({"norm_topk_prob": True, **raw.raw, **renamed}, raw.architecture)
 
 
 def _delta(raw: ConfigReader) -> tuple[DeltaConfig, frozenset[int]]:
@@ -120,43 +120,24 @@ def _mixer_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
 def _delta_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     delta, hidden = sizes(config), config.hidden_size
     heads, dim, width = delta.value_heads, delta.value_dim, delta.values
-    by_head = by_outputs((width, heads))
-    for part in "qkv":
-        yield from linear(f"{module}.{part}_proj", (width, hidden), by_head, f"{gguf}.attn_{part}")
-        place = GgufPlace(f"{gguf}.ssm_conv1d_{part}.weight")
-        yield TensorSpec(f"{module}.{part}_conv1d.weight", (width, 1, delta.taps), Role.WIDE, by_head, place)
+    yield from kimi_delta.tensors(config, module, gguf)
     for part in "fg":
         yield from linear(f"{module}.{part}_a_proj", (dim, hidden), None, f"{gguf}.ssm_{part}_a")
-        yield from linear(f"{module}.{part}_b_proj", (width, dim), by_head, f"{gguf}.ssm_{part}_b")
-    yield from linear(f"{module}.b_proj", (heads, hidden), by_outputs((heads, heads)), f"{gguf}.ssm_beta")
+        yield from linear(f"{module}.{part}_b_proj", (width, dim), by_outputs((width, heads)), f"{gguf}.ssm_{part}_b")
     decays, place = Split(2, ((heads, heads),)), GgufPlace(f"{gguf}.ssm_a", exponent=True)
     yield TensorSpec(f"{module}.A_log", (1, 1, heads, 1), Role.WIDE, decays, place)
-    yield TensorSpec(f"{module}.dt_bias", (width,), Role.WIDE, by_head, GgufPlace(f"{gguf}.ssm_dt.bias"))
-    yield norm(f"{module}.o_norm", dim, f"{gguf}.ssm_norm")
-    yield from linear(f"{module}.o_proj", (hidden, width), by_inputs(width, heads), f"{gguf}.attn_output")
 
 
 def _mixer(builder: LayerBuilder, config: ModelConfig, index: int) -> AttentionLayer:
     module = f"model.layers.{index}.self_attn"
     if index not in config.recurrent:
         return mla.attention(builder, config, module, 0)
-    delta, source = sizes(config), builder.source
-    heads, dim = delta.value_heads, delta.value_dim
+    delta = sizes(config)
     first = builder.linear(*(f"{module}.{part}_proj" for part in ("q", "k", "v", "b", "f_a", "g_a")))
     forget, gate = builder.linear(f"{module}.f_b_proj"), builder.linear(f"{module}.g_b_proj")
-    factor, offset = -source.take([f"{module}.A_log"]).exp().view(heads, 1), source.take([f"{module}.dt_bias"])
 
-    def inputs(x: Tensor) -> DeltaInputs:
-        mixed, b, f, g = first(x).split((delta.channels, heads, dim, dim), 1)
-        decays = F.softplus(forget(f.contiguous()).float() + offset).view(-1, heads, dim) * factor
-        return DeltaInputs(mixed, gate(g.contiguous()), torch.sigmoid(b.float()), decays)
+    def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mixed, b, f, g = first(x).split((delta.channels, delta.value_heads, delta.value_dim, delta.value_dim), 1)
+        return mixed, b, forget(f.contiguous()), gate(g.contiguous())
 
-    return GatedDeltaNet(
-        builder,
-        delta,
-        inputs,
-        CausalConvolution(source.take([f"{module}.{part}_conv1d.weight" for part in "qkv"])),
-        builder.norm(f"{module}.o_norm", config.norm_eps),
-        builder.row_parallel(f"{module}.o_proj"),
-        sigmoid=True,
-    )
+    return kimi_delta.layer(builder, config, module, project, kimi_delta.softplus_decays(builder, config, module))

@@ -16,7 +16,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, short_convolution, vocabulary
 from kernels.models.layers.block import AttentionLayer, Block, Norms, attention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.gated_attention import ApartGatedAttention
+from kernels.models.layers.gated_attention import apart_gated
 from kernels.models.layers.short_convolution import ConvolutionConfig, ShortConvolution
 from kernels.weights.tensors import TensorSpec, by_outputs, linear, norm
 
@@ -37,7 +37,10 @@ class Lfm3Config(ModelConfig):
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     kinds = raw.layer_types("conv", "sliding_attention", "full_attention") or tuple(map(_usual_kind, range(raw.layers)))
-    window = raw.size("sliding_window", 256) if "sliding_attention" in kinds else 0
+    sliding = "sliding_attention" in kinds
+    if sliding and raw.raw.get("sliding_window", 256) is None:
+        raise ConfigError("config.json: sliding_window must not be null, as layer_types has sliding_attention")
+    window = raw.size("sliding_window", 256) if sliding else 0
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     bias, dim, eps = raw.flag("attention_bias"), raw.size("head_dim", 128), raw.number("norm_eps", 1e-5)
     own = {**raw.raw, "rope_parameters": None, "rope_theta": None, "rms_norm_eps": eps}
@@ -49,7 +52,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     return Lfm3Config(
         **fields
         | {
-            "rope": _local_rope(raw, dim),
+            "rope": _local_rope(raw, dim, kinds),
             "ropes": {layer: full for layer, kind in enumerate(kinds) if kind == "full_attention"},
             "recurrence": ConvolutionConfig(plain.hidden_size, raw.size("conv_L_cache", 7), raw.flag("conv_bias")),
             "recurrent": frozenset(layer for layer, kind in enumerate(kinds) if kind == "conv"),
@@ -59,14 +62,17 @@ def config(raw: ConfigReader) -> ModelConfig:
     )
 
 
-def _local_rope(raw: ConfigReader, head_dim: int) -> RopeConfig:
-    """The rotation of layers with a window."""
-    given, kinds = raw.raw.get("rope_parameters"), ("full_attention", "sliding_attention")
+def _local_rope(raw: ConfigReader, head_dim: int, kinds: tuple[str, ...]) -> RopeConfig:
+    """The rotation of layers with a window, of whole heads whatever ``partial_rotary_factor`` says. ``kinds``: of all
+    layers."""
+    given, needed = raw.raw.get("rope_parameters"), sorted({*kinds} - {"conv"})
     if given is None:
         return raw.local_rope(head_dim, 10000.0)
-    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in kinds):
-        raise ConfigError(f"config.json: rope_parameters must have an object for each of {' and '.join(kinds)}")
-    return raw.local_rope(head_dim, 1000000.0)
+    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in needed):
+        raise ConfigError(f"config.json: rope_parameters must have an object for each of {' and '.join(needed)}")
+    local = {**(given.get("sliding_attention") or {}), "partial_rotary_factor": None}
+    own = {**raw.raw, "partial_rotary_factor": None, "rope_parameters": {"sliding_attention": local}}
+    return ConfigReader(own, raw.architecture).local_rope(head_dim, 1000000.0)
 
 
 def _usual_kind(layer: int) -> str:
@@ -117,7 +123,7 @@ def _layer(config: Lfm3Config, builder: LayerBuilder, index: int) -> Block:
     if index in config.recurrent:
         mixer = ShortConvolution(builder, config, f"{name}.conv")
     elif config.gated:
-        mixer = ApartGatedAttention(builder, config, f"{name}.self_attn", window, "gate_proj")
+        mixer = apart_gated(builder, config, f"{name}.self_attn", window, "gate_proj")
     else:
         mixer = attention(builder, config, f"{name}.self_attn", window)
     return Block(builder, config, mixer, lfm2.feed_forward(builder, f"{name}.feed_forward"), norms)

@@ -10,7 +10,7 @@ Each of the two blocks is a layer of the decoder here, with a cache of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -22,13 +22,13 @@ from kernels.devices.linear import norm_of_sum
 from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder, DecoderLayer
-from kernels.models.layers import mla, mlp, moe, vocabulary
-from kernels.models.layers.block import gated_mlp
+from kernels.models.layers import mla, mlp, moe, pre_norm, vocabulary
+from kernels.models.layers.block import Block, Norms, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.moe import ExpertNames
 from kernels.weights.tensors import TensorSpec, norm
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "head_config", "head_layer", "head_tensors", "tensors"]
 
 _NAMES = ExpertNames(
     "mlp", "gate_proj", "up_proj", "down_proj", router="router.classifier", correction="router.e_score_correction_bias"
@@ -94,6 +94,28 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         if not half:
             yield from _expert_tensors(experts, config.hidden_size, layer)
     yield norm("model.norm", config.hidden_size)
+
+
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> ModelConfig:
+    """The sizes of a head for later tokens, a model of one layer without experts."""
+    return dataclasses.replace(target, layers=1, windows=(0,), experts=None)
+
+
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+    """The tensors of the layer of a head for later tokens."""
+    yield from pre_norm.norm_tensors(config, name, "")
+    yield from mla.tensors(config, f"{name}.self_attn", "")
+    yield from mlp.tensors(config, f"{name}.transformer_layer.mlp", "")
+
+
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    """The layer of ``head_tensors``, on one rank."""
+    norms = Norms(
+        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
+        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+    )
+    attention = mla.attention(builder, config, f"{name}.self_attn", 0)
+    return Block(builder, config, attention, gated_mlp(builder, config, f"{name}.transformer_layer.mlp"), norms)
 
 
 def _expert_tensors(experts: ExpertsConfig, hidden: int, layer: str) -> Iterator[TensorSpec]:

@@ -20,14 +20,14 @@ from kernels.contract.errors import ConfigError
 from kernels.core.operators import Linear
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import sparse
-from kernels.models.layers.block import SelfAttention
+from kernels.models.layers import mlp, sparse
+from kernels.models.layers.block import Block, Norms, SelfAttention, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.gqa import head_order
 from kernels.models.layers.moe import DEEPSEEK
-from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "head_config", "head_layer", "head_tensors", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,11 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 
 
 def _tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    return _attention_tensors(config, int(module.split(".")[2]), module, gguf)
+
+
+def _attention_tensors(config: ModelConfig, index: int, module: str, gguf: str) -> Iterator[TensorSpec]:
     assert isinstance(config, MiMoV2Config)
-    index = int(module.split(".")[2])
     own, hidden, heads, bias = config.layer(index), config.hidden_size, config.heads, config.qkv_bias
     queries, keys, values = (
         heads * config.head_dim,
@@ -142,6 +145,34 @@ def _tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec
         yield TensorSpec(name, (heads,), Role.WIDE, split, place, (f"{module}.sinks",))
 
 
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> ModelConfig:
+    """The sizes of a head for later tokens, a model of one layer with a window and without experts. Raises
+    ConfigError."""
+    layer = next((layer for layer, window in enumerate(target.windows) if window), None)
+    if layer is None:
+        raise ConfigError("config.json: heads for later tokens see a window, and layer_types names no layer with one")
+    rope = target.ropes[layer]
+    return dataclasses.replace(target, layers=1, windows=(target.windows[layer],), experts=None, rope=rope, ropes={})
+
+
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+    """The tensors of the layer of a head for later tokens."""
+    for part in ("input_layernorm", "pre_mlp_layernorm"):
+        yield norm(f"{name}.{part}", config.hidden_size)
+    yield from _attention_tensors(config, 0, f"{name}.self_attn", "")
+    yield from mlp.tensors(config, f"{name}.mlp", "")
+
+
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    """The layer of ``head_tensors``, on one rank."""
+    norms = Norms(
+        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
+        before_mlp=builder.norm(f"{name}.pre_mlp_layernorm", config.norm_eps),
+    )
+    attention = _layer_attention(builder, config, 0, f"{name}.self_attn")
+    return Block(builder, config, attention, gated_mlp(builder, config, f"{name}.mlp"), norms)
+
+
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """Keys and values of all tokens, or of a window."""
     assert isinstance(config, MiMoV2Config)
@@ -158,13 +189,13 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 
 
 def _attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
+    return _layer_attention(builder, config, int(module.split(".")[2]), module)
+
+
+def _layer_attention(builder: LayerBuilder, config: ModelConfig, index: int, module: str) -> SelfAttention:
     assert isinstance(config, MiMoV2Config)
-    own, dim, short, scale = (
-        config.layer(int(module.split(".")[2])),
-        config.head_dim,
-        config.value_dim,
-        config.value_scale,
-    )
+    own, window = config.layer(index), config.windows[index]
+    dim, short, scale = config.head_dim, config.value_dim, config.value_scale
     order, rotated = head_order(config) or range(dim), own.heads + own.kv_heads
     places = [head * dim + place for head in range(rotated) for place in order]
     keys = builder.ordered(places, f"{module}.q_proj", f"{module}.k_proj")

@@ -3,14 +3,14 @@ attention without positions, a feed-forward layer with a squared ReLU, or expert
 
     h = h + mixer(norm(h))
 
-Some models project tokens to fewer numbers before their experts, and back after them. Checkpoints hold layers for the
-token after the next (``mtp``), which are not run.
+Some models project tokens to fewer numbers before their experts, and back after them. Checkpoints may hold a head for
+the token after the next, ``mtp`` (kernels.speculation.drafters.mtp): a layer of attention and one of experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +26,12 @@ from kernels.devices.linear import norm_of_sum
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mamba, moe, recurrent, vocabulary
-from kernels.models.layers.block import AttentionLayer, attention, plain_mlp
+from kernels.models.layers.block import AttentionLayer, Block, Norms, attention, plain_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.mamba import Mamba, MambaConfig, MambaKeys
 from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["NemotronConfig", "build", "caches", "config", "tensors"]
+__all__ = ["NemotronConfig", "build", "caches", "config", "head_config", "head_layer", "head_tensors", "tensors"]
 
 _KEYS = MambaKeys(
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias"
@@ -158,6 +158,43 @@ def _expert_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[Ten
             yield TensorSpec(weight, shape, role, split, stacked=stacked)
     if experts.shared:
         yield from _plain_tensors(config, f"{module}.shared_experts", f"{gguf}.ffn", experts.shared, "_shexp")
+
+
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> ModelConfig:
+    """The sizes of a head for later tokens, which counts as one layer. Raises ConfigError."""
+    given = raw.get("mtp_layers_block_type") or raw.get("mtp_hybrid_override_pattern") or "*E"
+    if given not in ("*E", ["attention", "moe"], ["full_attention", "moe"]) or target.experts is None:
+        raise ConfigError(
+            f"config.json: mtp_layers_block_type must be attention and moe, and is {given!r}; use "
+            "--speculative-algorithm NGRAM"
+        )
+    experts = dataclasses.replace(target.experts, layers=frozenset((0,)))
+    return dataclasses.replace(target, layers=1, windows=(0,), experts=experts, recurrent=frozenset())
+
+
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+    """The tensors of the layers of a head for later tokens. ``name``: of the first."""
+    second = _after(name)
+    yield norm(f"{name}.norm", config.hidden_size)
+    yield from gqa.interleaved_tensors(config, f"{name}.mixer", "")
+    yield norm(f"{second}.norm", config.hidden_size)
+    yield from _expert_tensors(config, f"{second}.mixer", "")
+
+
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    """The layers of ``head_tensors``, on one rank."""
+    second = _after(name)
+    norms = Norms(
+        before_attention=builder.norm(f"{name}.norm", config.norm_eps),
+        before_mlp=builder.norm(f"{second}.norm", config.norm_eps),
+    )
+    experts = _Experts(builder, config, f"{second}.mixer")
+    return Block(builder, config, attention(builder, config, f"{name}.mixer", 0), experts, norms)
+
+
+def _after(name: str) -> str:
+    module, _, number = name.rpartition(".")
+    return f"{module}.{int(number) + 1}"
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

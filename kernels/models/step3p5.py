@@ -18,11 +18,11 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, pre_norm, sparse, vocabulary
 from kernels.models.layers.block import Block, Norms, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.gated_attention import ApartGatedAttention
+from kernels.models.layers.gated_attention import apart_gated
 from kernels.models.layers.moe import ExpertNames, LimitedGate
 from kernels.weights.tensors import TensorSpec, by_outputs, linear
 
-__all__ = ["Step3p5Config", "build", "caches", "config", "head_config", "head_tensors", "layer", "tensors"]
+__all__ = ["Step3p5Config", "build", "caches", "config", "head_config", "head_layer", "head_tensors", "tensors"]
 
 _NAMES = ExpertNames(
     "moe",
@@ -122,8 +122,8 @@ def config(raw: ConfigReader) -> ModelConfig:
         },
         window_heads=_window_heads(raw, plain),
         all_heads=plain.heads,
-        limits=_limits(raw, "swiglu_limits"),
-        shared_limits=_limits(raw, "swiglu_limits_shared"),
+        limits=moe.limits(raw, "swiglu_limits"),
+        shared_limits=moe.limits(raw, "swiglu_limits_shared"),
     )
 
 
@@ -159,9 +159,10 @@ def _feed_forwards(raw: Mapping[str, Any], layers: range) -> list[str]:
     return ["sparse" if layer in named else "dense" for layer in layers]
 
 
-def head_config(raw: Mapping[str, Any], layer: int) -> Step3p5Config:
-    """The sizes of a head for later tokens, a model of one layer: the ``layer`` of the lists in config.json ``raw``,
-    in which heads follow the model's layers."""
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> Step3p5Config:
+    """The sizes of a head for later tokens, a model of one layer: the one of this number in the lists of config.json
+    ``raw``, in which heads follow the ``target``'s layers. Raises ConfigError."""
+    layer = int(name.rpartition(".")[2])
     own = {**raw, "num_hidden_layers": 1, "mlp_layer_types": _feed_forwards(raw, range(layer, layer + 1))}
     for key in _BY_LAYER:
         if key != "mlp_layer_types" and isinstance(values := raw.get(key), list):
@@ -224,15 +225,6 @@ def _window_heads(raw: ConfigReader, plain: ModelConfig) -> int:
     return heads
 
 
-def _limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
-    """A limit for each layer, 0: none."""
-    values = raw.raw.get(key) or [None] * raw.layers
-    if not isinstance(values, list) or len(values) != raw.layers:
-        raise ConfigError(f"config.json: {key} must have a number or null for each layer")
-    reader = (ConfigReader({key: value}, raw.architecture) for value in values)
-    return tuple(one.number(key, 0.0) if one.raw[key] else 0.0 for one in reader)
-
-
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
     return sparse.tensors(config, _NAMES, _tensors)
@@ -249,8 +241,9 @@ def _attention_tensors(own: ModelConfig, module: str, gguf: str) -> Iterator[Ten
     yield from linear(f"{module}.g_proj", (own.heads, own.hidden_size), rows, f"{gguf}_gate")
 
 
-def head_tensors(config: Step3p5Config, name: str) -> Iterator[TensorSpec]:
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
     """The tensors of the layer of a head for later tokens, of the sizes of ``head_config``."""
+    assert isinstance(config, Step3p5Config)
     yield from pre_norm.norm_tensors(config, name, "")
     yield from _attention_tensors(config.layer(0), f"{name}.self_attn", "")
     if config.experts is not None and config.experts.layers:
@@ -263,18 +256,23 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
     assert isinstance(config, Step3p5Config)
     vocab = vocabulary.vocabulary(builder, config)
-    layers = [layer(config, builder, index, f"model.layers.{index}") for index in range(config.layers)]
+    layers = [_layer(config, builder, index, f"model.layers.{index}") for index in range(config.layers)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
 
 
-def layer(config: Step3p5Config, builder: LayerBuilder, index: int, name: str) -> Block:
-    """The layer ``index``, called ``name`` in the checkpoint."""
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    """The layer of ``head_tensors``, on one rank."""
+    assert isinstance(config, Step3p5Config)
+    return _layer(config, builder, 0, name)
+
+
+def _layer(config: Step3p5Config, builder: LayerBuilder, index: int, name: str) -> Block:
     own = config.layer(index)
     norms = Norms(
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps, config.norm_offset),
         before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps, config.norm_offset),
     )
-    attention = ApartGatedAttention(builder, own, f"{name}.self_attn", config.windows[index], "g_proj")
+    attention = apart_gated(builder, own, f"{name}.self_attn", config.windows[index], "g_proj")
     return Block(builder, own, attention, _feed_forward(config, builder, index, name), norms)
 
 

@@ -19,6 +19,7 @@ from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import MAX_NODES, Drafts, Growth, chain
+from kernels.devices.base import Device
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.draft_kernels import TreeShape
 from kernels.devices.latent_cache import make_latent_cache
@@ -30,7 +31,7 @@ from kernels.speculation.early_draft import EarlyDraftModel, EarlyDraftPasses
 from kernels.speculation.native_drafts import ChainModel, NativeChains, NativeDrafts
 from kernels.state.slots import SlotTable
 
-__all__ = ["DraftModel", "Expansion", "observed_rows"]
+__all__ = ["DraftModel", "Expansion", "forward_batch", "observed_rows"]
 
 _SHORT = 16  # rows up to this length use the attention of verified rows, longer ones that of prompts
 
@@ -151,7 +152,7 @@ class Expansion:
         ``states``: of the slots' last tokens. ``accept_outputs``: see ``Drafter.capture``.
         """
         config, ids = self._context.config, self._model.ids
-        if self._model.config.latent is not None:
+        if self._model.config.latent is not None or self._reads_rows:
             return None
         shape = TreeShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
         passes = EarlyDraftPasses(self._context, model, self._sampler, self.caches, states, shape)
@@ -168,7 +169,7 @@ class Expansion:
         features: int,
     ) -> NativeDrafts | None:
         """As ``Drafter.native_drafts``; the rest as ``ChainModel`` says."""
-        if self.topk > 1 or self._model.config.latent is not None:
+        if self.topk > 1 or self._model.config.latent is not None or self._reads_rows:
             return None
         model = self._model
         chain_model = ChainModel(
@@ -254,18 +255,35 @@ class Expansion:
     def _batch(
         self, tokens: Tensor, positions: Tensor, index: Tensor, rows: AttentionRows, states: Tensor
     ) -> ForwardBatch:
-        attention = self._device.attention
-        if self._reads_rows:
-            return ForwardBatch(tokens, positions, index, {}, states, rows)
-        plans = {window: attention.plan(rows, window) for window in self._windows}
-        return ForwardBatch(tokens, positions, index, plans, states)
+        return forward_batch(self._device, self._model.config, tokens, positions, index, rows, states=states)
 
     @property
     def _reads_rows(self) -> bool:
-        """Whether attention reads rows on the host."""
-        config, device = self._model.config, self._device
-        planned = device.attention.plans_latent and device.cache.dtype is None
-        return config.latent is not None and (config.indexed or not planned)
+        return _reads_rows(self._device, self._model.config)
+
+
+def forward_batch(
+    device: Device,
+    config: ModelConfig,
+    tokens: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    rows: AttentionRows,
+    *,
+    states: Tensor | None = None,
+) -> ForwardBatch:
+    """A pass of a draft over ``tokens`` [tokens] of ``rows``, which stand at ``index`` of its cache."""
+    if _reads_rows(device, config):
+        return ForwardBatch(tokens, positions, index, {}, states, rows)
+    plans = {window: device.attention.plan(rows, window) for window in sorted(set(config.windows))}
+    return ForwardBatch(tokens, positions, index, plans, states)
+
+
+def _reads_rows(device: Device, config: ModelConfig) -> bool:
+    """Whether attention reads rows on the host."""
+    planned = device.attention.plans_latent and device.cache.dtype is None
+    latent = config.latent is not None and (config.indexed or not planned)
+    return latent or bool(config.eager_with(device.attention.plans))
 
 
 def observed_rows(

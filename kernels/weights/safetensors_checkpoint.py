@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.contract.errors import LoadError
 from kernels.contract.limits import MAX_EXPERTS
 from kernels.weights.quantization.scheme import AsStored, Scheme, StoredTensor
-from kernels.weights.tensors import Part, Role, StackedExpert, Tensors
+from kernels.weights.tensors import Part, Role, StackedExpert, Tensors, TensorSpec
 from kernels.weights.wrapped import is_adapter, plain_name
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
@@ -126,8 +126,24 @@ class SafetensorsCheckpoint:
             if stored not in self._misshapen:
                 del self._file_of[stored]
 
+    def _find_names(self, scheme: Scheme) -> None:
+        """Find what a scheme stores beside a weight that has another name: as the weight, or another last part."""
+        for name, spec in self._tensors.items():
+            if not spec.quantizable or name not in self._aliases or self._header(name)[1] in _FLOATS:
+                continue
+            module = self._aliases[name].rpartition(".")[0]
+            for own, wanted in (scheme.tensors(spec) or {}).items():
+                if own in self._file_of:
+                    continue
+                names = [f"{module}.{kind}" for kind in (own.rpartition(".")[2], *wanted.kinds)]
+                stored = next((one for one in names if one in self._file_of), None)
+                self._aliases[own] = stored or " or ".join(names)
+                if stored is not None:
+                    self._file_of[own] = self._file_of.pop(stored)
+
     def _find_scales(self, scheme: Scheme) -> None:
-        """Find what a scheme stores of each expert in the tensors that hold it of all experts of a layer."""
+        """Find what a scheme stores of each expert in the tensors that hold it of all experts of a layer. Raises
+        LoadError where rows of two projections may share a scale."""
         found: dict[str, tuple[int, ...]] = {}
         for name, spec in self._tensors.items():
             if name not in self._experts or spec.stacked is None or not spec.quantizable:
@@ -138,6 +154,7 @@ class SafetensorsCheckpoint:
                     continue
                 shape = found[stored] = found[stored] if stored in found else self._header(stored)[0]
                 place = dataclasses.replace(spec.stacked, stored=stored)
+                _check_apart(spec, wanted, stored, shape[-1 if self._experts[name].turned else -2 :][0])
                 fits = (_Expert.find(place, shape, each) for each in wanted.shapes)
                 expert = next((one for one in fits if one is not None), None)
                 if expert is None or shape[0] != place.count:
@@ -150,6 +167,11 @@ class SafetensorsCheckpoint:
     def as_stored(self, scheme: Scheme) -> Scheme:
         """``scheme``, except for weights that the files have in floats alone: tools leave modules so without saying
         it."""
+        specs = self._tensors.values()
+        experts = (one.name for one in specs if one.stacked is not None and one.quantizable and self.has(one.name))
+        if (first := next(experts, None)) is not None:
+            scheme = scheme.with_experts(self._header(first)[1])
+        self._find_names(scheme)
         stored = (name.rpartition(".") for name in self._file_of)
         quantized = {module for module, _, kind in stored if kind not in ("weight", "bias")}
         names = [name for name, spec in self._tensors.items() if spec.quantizable and name in self._file_of]
@@ -304,16 +326,18 @@ class SafetensorsCheckpoint:
             self._find_scales(scheme)
         expected = expected_tensors(self._tensors, scheme)
         says = "config.json asks" if scheme is None else f"config.json ({scheme.name}) asks"
-        wrong = [f"{name} is missing" for name in expected if not self.has(name) and not expected[name].optional]
+        missing = [name for name in expected if not self.has(name) and not expected[name].optional]
+        wrong = [f"{self._aliases.get(name, name)} is missing" for name in missing]
         for name, stored in expected.items():
             if self.has(name):
                 shape, dtype = self._header(name)
                 if shape not in stored.shapes:
                     wanted = " or ".join(str(list(each)) for each in stored.shapes)
-                    wrong.append(f"{name} has shape {list(shape)}, {says} for {wanted}")
+                    wrong.append(f"{self._aliases.get(name, name)} has shape {list(shape)}, {says} for {wanted}")
                 elif dtype not in stored.dtypes:
-                    wrong.append(f"{name} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
-        layers = {_layer(name) for name in self._tensors} - {""}
+                    held = self._aliases.get(name, name)
+                    wrong.append(f"{held} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
+        layers = {_layer(name) for spec in self._tensors.values() for name in (spec.name, *spec.aliases)} - {""}
         unread = {name for spec in self._tensors.values() for name in spec.unread}
         for name in self._file_of:
             if (
@@ -343,6 +367,18 @@ class SafetensorsCheckpoint:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
 
 
+def _check_apart(spec: TensorSpec, wanted: StoredTensor, stored: str, rows: int) -> None:
+    """Raises LoadError if one of the ``rows`` of scales may be of rows of two projections, which share a tensor."""
+    assert spec.stacked is not None
+    whole = spec.stacked.parts * spec.shape[0]
+    if spec.shape[0] % wanted.rows and spec.stacked.parts > 1 and rows == -(-whole // wanted.rows):
+        raise LoadError(
+            f"{stored} has a scale for each {wanted.rows} of the {whole} rows of {spec.stacked.stored}, which are of "
+            f"{spec.stacked.parts} projections of {spec.shape[0]}: one scale is of rows of both, which is not read; "
+            "use a checkpoint that keeps projections apart, or one in bf16"
+        )
+
+
 def _beside(stored: str, own: str) -> str:
     """The tensor of all experts that holds ``own`` of each, beside the one of their weights, ``stored``."""
     kind = own.rpartition(".")[2]
@@ -352,6 +388,7 @@ def _beside(stored: str, own: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """The layer that a tensor is of, such as model.layers.3 or transformer.h.3; "" for others."""
+    """The layer that a tensor is of, such as model.layers.3, transformer.h.3 or layers.3; "" for others."""
     parts = name.split(".", 3)
-    return ".".join(parts[:3]) if len(parts) > 3 and parts[2].isdigit() else ""
+    count = 3 if len(parts) > 3 and parts[2].isdigit() else 2
+    return ".".join(parts[:count]) if len(parts) > count and parts[count - 1].isdigit() else ""

@@ -17,6 +17,7 @@ import pytest
 
 from kernels.contract.config import RunnerConfig
 from kernels.execution.runner import ModelRunner
+from tests.kits.causal_models import causal_model
 from tests.kits.driver import (
     COMMON,
     CONVOLUTIONS,
@@ -34,6 +35,7 @@ from tests.kits.driver import (
     KIMI_LINEAR,
     LATENT,
     LFM2_EXPERTS,
+    LFM3,
     NEMOTRON,
     QWEN4,
     ROUTED,
@@ -129,6 +131,11 @@ DIVISIBLE |= {
         | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
         | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
     ),
+    "lfm3-one-tap": ("Lfm3", LFM3 | {"conv_L_cache": 1}),
+    "qwen4-one-index-head": (
+        "Qwen4ExpText",
+        {key: value for key, value in QWEN4.items() if key != "ple_layer_ids"} | {"indexer_n_heads": 1},
+    ),
 }
 
 WIDE_LATENT = DEEPSEEK | {  # sizes that operators for latent attention take
@@ -151,6 +158,11 @@ DIVISIBLE |= {
         "DeepseekV32",
         WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
     ),
+    "wide-mistral-large4": (  # a layer with positions and one without
+        "MistralLarge4Text",
+        {key: size for key, size in WIDE_LATENT.items() if key != "q_lora_rank"}
+        | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "no_rope_layers": [1, 0]},
+    ),
 }
 DIVISIBLE |= {
     f"parallel-{name}": (DIVISIBLE[name][0], DIVISIBLE[name][1] | {"vocab_size": 212})
@@ -169,6 +181,15 @@ SIXTEENS = {
 DIVISIBLE |= {  # sizes that are multiples of 16, for weights in groups and blocks
     f"sixteens-{name}": (family, options | {key: size for key, size in SIXTEENS.items() if key in COMMON | options})
     for name, (family, options) in (LATENT | ROUTED | SPARSE).items()
+}
+
+DIVISIBLE |= {  # sizes for blocks of 16 and, in experts of two ranks, groups of 32
+    "blocks-deepseek-v4": (
+        "DeepseekV4",
+        LATENT["deepseek-v4"][1]
+        | {"hidden_size": 64, "q_lora_rank": 32, "o_lora_rank": 16, "vocab_size": 212}
+        | {"moe_intermediate_size": 64, "intermediate_size": 64},
+    ),
 }
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
@@ -212,7 +233,7 @@ class Reference:
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         if "rotary_dim" in options and "partial_rotary_factor" not in config.rope_parameters:
             pytest.skip(f"transformers {transformers.__version__} rotates whole heads of {family}")
-        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+        model = causal_model(family)(config).eval()
         if options.get("attention_chunk_size", 1) is None:
             try:
                 model(torch.tensor([[0]]))

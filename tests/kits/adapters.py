@@ -136,7 +136,7 @@ def merged(path: Path, target: Path, adapter: Path | None) -> Path:
     tensors = load_file(path / "model.safetensors")
     if adapter is not None:
         config = json.loads((adapter / "adapter_config.json").read_text())
-        stored = load_file(adapter / "adapter_model.safetensors")
+        stored, specs = load_file(adapter / "adapter_model.safetensors"), declared(path)
         if any("embed" in name or "lm_head" in name for name in stored):
             _untie(target, tensors)
         for name in [name for name in stored if "_A" in name]:
@@ -145,16 +145,18 @@ def merged(path: Path, target: Path, adapter: Path | None) -> Path:
             alpha = _by_end(config.get("alpha_pattern", {}), module, config["lora_alpha"])
             scale = alpha / (math.sqrt(len(low)) if config.get("use_rslora") else len(low))
             change = scale * high @ low
-            if f"{module}.weight" not in tensors:
+            aliases = specs[f"{module}.weight"].aliases if f"{module}.weight" in specs else ()
+            stored_as = next((own for own in (f"{module}.weight", *aliases) if own in tensors), "")
+            if not stored_as:
                 weight = _of_stacked(target, tensors, module)
                 weight += change.to(weight.dtype)
                 continue
-            weight = tensors[f"{module}.weight"]
+            weight = tensors[stored_as]
             result = weight.float() + (change.T if lookup else change)
             if config.get("use_dora"):
                 magnitudes = stored[f"base_model.model.{module}.lora_magnitude_vector.weight"]
                 result = result * (magnitudes / result.norm(dim=1)).unsqueeze(1)
-            tensors[f"{module}.weight"] = result.to(weight.dtype)
+            tensors[stored_as] = result.to(weight.dtype)
     save_file(tensors, target / "model.safetensors")
     return target
 

@@ -34,6 +34,7 @@ __all__ = [
     "GPT_OSS",
     "GRANITE_HYBRID",
     "GREEDY",
+    "HUNYUAN_V4",
     "HYBRID",
     "INDEXED",
     "KIMI_LINEAR",
@@ -41,6 +42,7 @@ __all__ = [
     "LFM2_EXPERTS",
     "LFM3",
     "LLAMA3_ROPE",
+    "MISTRAL_LARGE4",
     "NEMOTRON",
     "QWEN4",
     "ROUTED",
@@ -344,6 +346,33 @@ DEEPSEEK = {
 INDEXED = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 16}
 SHARED_INDEX = ["full", "shared", "full", "shared"]
 
+MISTRAL_LARGE4 = {key: size for key, size in INDEXED.items() if key != "q_lora_rank"} | {
+    "num_hidden_layers": 5,
+    "no_rope_layers": [1, 0, 1, 0, 1],
+    "kv_source_layers": [0, 1, 0, 1, 4],
+    "indexer_types": ["full", "full", "full", "shared", "shared"],
+    "index_n_heads": 16,  # with few of them all scores of a token are 0 more often, and ties differ with the length
+    "rope_parameters": YARN_ROPE | {"attention_factor": 1.0},
+    "final_logit_softcapping": 5.0,
+}
+
+HUNYUAN_V4 = (
+    INDEXED
+    | PADDED
+    | {
+        "num_hidden_layers": 4,
+        "index_n_heads": 16,  # with few of them many scores are 0, and ties differ with the length
+        "indexer_types": SHARED_INDEX,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "n_group": 1,
+        "topk_group": 1,
+        "hc_mult": 3,
+        "learnable_sink_init": 0.7,
+        "swiglu_limit": 0.05,
+        "attn_implementation": "eager",  # which has sinks
+    }
+)
+
 LONGCAT = DEEPSEEK | {
     "num_layers": 2,
     "ffn_hidden_size": 80,
@@ -395,7 +424,9 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
         "GlmMoeDsa",
         INDEXED | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "indexer_types": SHARED_INDEX},
     ),
+    "mistral-large4": ("MistralLarge4Text", MISTRAL_LARGE4),
     "deepseek-v4": ("DeepseekV4", DEEPSEEK_V4),
+    "hunyuan-v4": ("HYV4", HUNYUAN_V4),
     "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }
 
@@ -643,6 +674,32 @@ KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed
     "pad_token_id": 0,
 }
 
+LING3 = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+    "num_local_experts": 8,
+    "num_hidden_layers": 4,
+    "layer_group_size": 2,
+    "head_dim": 12,
+    "q_lora_rank": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+MINIMAX = {
+    "num_hidden_layers": 4,
+    "layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "block_size": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "linear_attn_alpha_factor": 1.4,
+    "linear_attn_beta_factor": 0.8,
+    "full_attn_alpha_factor": 1.2,
+    "full_attn_beta_factor": 0.9,
+    "mlp_alpha_factor": 1.6,
+    "mlp_beta_factor": 0.7,
+    "pad_token_id": 0,
+}
+
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
     "bamba": ("Bamba", BAMBA),
     "falcon-h1": ("FalconH1", FALCON),
@@ -677,6 +734,13 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
     "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
     "qwen4": ("Qwen4ExpText", QWEN4),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "ling3": ("BailingHybrid", LING3),
+    "ling3-softplus": (
+        "BailingHybrid",
+        LING3 | {"kda_safe_gate": False, "q_lora_rank": 20, "first_k_dense_replace": 2},
+    ),
+    "minimax-text": ("MiniMax", MINIMAX),
+    "minimax-text-windows": ("MiniMax", MINIMAX | {"layer_types": None, "sliding_window": 21}),
     "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
     "olmo-hybrid-rotated": (
         "OlmoHybrid",

@@ -23,7 +23,7 @@ from kernels.models.fallback.model import config
 from tests.kits.driver import Driver
 from tests.kits.tiny_architectures import VOCAB, architectures, save_config, save_tiny
 
-__all__ = ["RUNS", "TABLE", "drive_code", "greatest_difference", "measure", "refusal_of"]
+__all__ = ["RUNS", "TABLE", "compare", "drive_code", "greatest_difference", "measure", "refusal_of"]
 
 TABLE = Path(__file__).with_name("fallback_models.json")
 RUNS = "runs"
@@ -91,10 +91,16 @@ def measure(kind: str, directory: Path) -> str:
     refusal = refusal_of(kind, directory / "sizes")
     if refusal:
         return refusal
-    model = save_tiny(kind, directory / "model")
-    difference = greatest_difference(model, drive_code(directory / "model"))
-    assert difference < 1e-3, f"{kind} differs by {difference}"
+    compare(kind, directory / "model")
     return RUNS
+
+
+def compare(kind: str, directory: Path) -> None:
+    """Raises AssertionError where the results of a small model of type ``kind`` are not transformers', and ConfigError
+    where it is refused."""
+    model = save_tiny(kind, directory)
+    difference = greatest_difference(model, drive_code(directory))
+    assert difference < 1e-3, f"{kind} differs by {difference}"
 
 
 def refusal_of(kind: str, directory: Path) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.kits.driver import COMMON, VOCAB
 
-__all__ = ["PUBLISHED", "save_published", "step3p5_stream"]
+__all__ = ["PUBLISHED", "ling_layer", "ling_stream", "save_published", "step3p5_stream"]
 
 Weights = Mapping[str, Tensor]
 Config = Mapping[str, Any]
@@ -216,6 +216,22 @@ def _baichuan(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
 
 
 def _ling(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    head = weights["lm_head.weight"]
+    if config.get("norm_head"):
+        head = head / head.norm(dim=0, keepdim=True)
+    return ling_stream(config, weights, tokens) @ head.T
+
+
+def ling_stream(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    """Ling's last hidden states [tokens, hidden], after the last norm."""
+    x = weights["model.word_embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        x = ling_layer(config, weights, x, index)
+    return _norm(x, weights["model.norm.weight"], config["rms_norm_eps"])
+
+
+def ling_layer(config: Config, weights: Weights, x: Tensor, index: int) -> Tensor:
+    """The residual stream ``x`` [tokens, hidden] after a layer of Ling."""
     eps, heads, kv_heads, dim = (
         config["rms_norm_eps"],
         config["num_attention_heads"],
@@ -223,31 +239,25 @@ def _ling(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
         config["head_dim"],
     )
     theta, turned = config["rope_theta"], int(dim * config.get("partial_rotary_factor", 1.0))
-    x = weights["model.word_embeddings.weight"][tokens]
-    for index in range(config["num_hidden_layers"]):
-        name = f"model.layers.{index}"
-        module = f"{name}.attention"
-        normed = _norm(x, weights[f"{name}.input_layernorm.weight"], eps)
-        projected = normed @ weights[f"{module}.query_key_value.weight"].T
-        if config.get("use_qkv_bias"):
-            projected = projected + weights[f"{module}.query_key_value.bias"]
-        queries, keys, values = projected.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), 1)
-        if config.get("use_qk_norm"):
-            queries = _norm(queries, weights[f"{module}.query_layernorm.weight"], eps)
-            keys = _norm(keys, weights[f"{module}.key_layernorm.weight"], eps)
-        result = _attended(_rotated(queries, theta, turned), _rotated(keys, theta, turned), values)
-        x = x + result @ weights[f"{module}.dense.weight"].T
-        if config.get("use_bias"):
-            x = x + weights[f"{module}.dense.bias"]
-        normed = _norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps)
-        dense = index < config["first_k_dense_replace"]
-        x = x + (
-            _mlp(weights, f"{name}.mlp", normed) if dense else _ling_experts(config, weights, f"{name}.mlp", normed)
-        )
-    head = weights["lm_head.weight"]
-    if config.get("norm_head"):
-        head = head / head.norm(dim=0, keepdim=True)
-    return _norm(x, weights["model.norm.weight"], eps) @ head.T
+    name = f"model.layers.{index}"
+    module = f"{name}.attention"
+    normed = _norm(x, weights[f"{name}.input_layernorm.weight"], eps)
+    projected = normed @ weights[f"{module}.query_key_value.weight"].T
+    if config.get("use_qkv_bias"):
+        projected = projected + weights[f"{module}.query_key_value.bias"]
+    queries, keys, values = projected.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), 1)
+    if config.get("use_qk_norm"):
+        queries = _norm(queries, weights[f"{module}.query_layernorm.weight"], eps)
+        keys = _norm(keys, weights[f"{module}.key_layernorm.weight"], eps)
+    result = _attended(_rotated(queries, theta, turned), _rotated(keys, theta, turned), values)
+    x = x + result @ weights[f"{module}.dense.weight"].T
+    if config.get("use_bias"):
+        x = x + weights[f"{module}.dense.bias"]
+    normed = _norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps)
+    dense = index < config["first_k_dense_replace"]
+    return x + (
+        _mlp(weights, f"{name}.mlp", normed) if dense else _ling_experts(config, weights, f"{name}.mlp", normed)
+    )
 
 
 def _ling_experts(config: Config, weights: Weights, module: str, x: Tensor) -> Tensor:

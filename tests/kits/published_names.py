@@ -50,8 +50,24 @@ def _olmo_hybrid(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
+def _mistral_large4(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By transformers' names, with experts apart: ``test_wrapped`` reads the published ones."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        block, _, part = name.rpartition(".experts.")
+        if not block:
+            result[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for expert, weight in enumerate(tensor):
+            for own, piece in zip(parts, weight.chunk(len(parts)), strict=True):
+                result[f"{block}.experts.{expert}.{own}.weight"] = piece
+    return result
+
+
 PUBLISHED_NAMES: dict[str, Callable[[Any, Mapping[str, Tensor]], dict[str, Tensor]]] = {
     "KimiLinear": _kimi_linear,
+    "MistralLarge4Text": _mistral_large4,
     "OlmoHybrid": _olmo_hybrid,
 }
 """By family: configuration and tensors as transformers has them in memory -> as they are published."""

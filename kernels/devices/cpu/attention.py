@@ -109,8 +109,9 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
         """As ``Attention.attend_latent``: decodes and short chunks by native operators, where vectors are bf16."""
-        rows = latent_rows(batch)
-        fits = isinstance(cache, Tensor) and Native.fits_latent(cache.shape[1], cache.shape[2], heads.rank)
+        rows, fits = latent_rows(batch), False
+        if isinstance(cache, Tensor) and heads.sinks is None:
+            fits = Native.fits_latent(cache.shape[1], cache.shape[2], heads.rank)
         packs = self.fits_latent(cache, heads)
         native = self._fitting(queries.dtype, packs if self._native.recording else fits)
         if native is None or rows is None:

@@ -288,7 +288,7 @@ class NativeLatentHeads:
     def fits(heads: LatentHeads) -> bool:
         """Whether there are native products of such sizes."""
         sizes = heads.keys.shape[1], heads.rank, heads.values.shape[2]
-        plain = heads.identity or heads.keys.dtype != torch.bfloat16
+        plain = heads.identity or heads.sinks is not None or heads.keys.dtype != torch.bfloat16
         return not plain and not any(size % 32 for size in sizes)
 
     def attend(self, queries: Tensor, cache: Tensor, step: Step, scale: float, native: Native) -> Tensor:

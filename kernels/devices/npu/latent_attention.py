@@ -84,14 +84,14 @@ class LatentPlan:
 
 
 def fits_heads(heads: LatentHeads) -> bool:
-    """Whether operators in the latent space take so many heads."""
+    """Whether operators in the latent space take such heads: so many, without sinks."""
     count = len(heads.keys)
-    return count & (count - 1) == 0 and count <= _HEADS
+    return count & (count - 1) == 0 and count <= _HEADS and heads.sinks is None
 
 
 def fits_latent(cache: object, heads: LatentHeads) -> bool:
     """Whether the operator takes such heads in the latent space, maybe padded."""
-    return isinstance(cache, SplitLatent) and len(heads.keys) <= _HEADS
+    return isinstance(cache, SplitLatent) and len(heads.keys) <= _HEADS and heads.sinks is None
 
 
 def fits_expanded(heads: LatentHeads) -> bool:

@@ -6,6 +6,7 @@
     rotary.py      rotary embeddings           vocabulary.py: embeddings and output head
     classification.py                          heads that classify or reward
     mla.py           latent attention          indexer.py: chooses the tokens of sparse attention
+    query_scale.py   queries that grow with their positions, by learned numbers
     recurrent.py     layers with states        delta_net.py, mamba.py, short_convolution.py: their kinds
     gated_attention.py   attention whose result is gated
     sparse.py        decoders of dense and expert layers, and of layers of several kinds    routes.py: chosen experts

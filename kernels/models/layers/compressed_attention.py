@@ -265,6 +265,7 @@ class CompressedAttention:
         self.queries = builder.linear(f"{module}.q_b_proj")
         self.norm = builder.norm(f"{module}.kv_norm", own.eps)
         self.sinks = builder.source.take([f"{module}.sinks"])
+        builder.refuse_adapters((f"{module}.o_a_proj",), "it is a product for each group of heads")
         first = _floats(builder, f"{module}.o_a_proj")
         self.first = first.view(self.groups, own.group_rank, -1).transpose(1, 2)
         self.output = builder.row_parallel(f"{module}.o_b_proj")

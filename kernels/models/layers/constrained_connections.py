@@ -19,7 +19,15 @@ from torch import Tensor
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import Role, TensorSpec
 
-__all__ = ["HyperConnection", "HyperHead", "StreamConfig", "head_tensors", "tensors"]
+__all__ = [
+    "HyperConnection",
+    "HyperHead",
+    "StreamConfig",
+    "head_tensors",
+    "mixed_streams",
+    "normed_streams",
+    "tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -57,20 +65,21 @@ class HyperConnection:
         parts = torch.tensor([sizes.count, sizes.count, sizes.count**2], device=self.base.device)
         self.scale = take([f"{module}.scale"]).repeat_interleave(parts)
 
-    def read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``streams`` [tokens, count, hidden] -> what the half reads [tokens, hidden], and what ``write`` needs."""
         sizes, count = self.sizes, self.sizes.count
-        logits = F.linear(_normed(streams, sizes.norm_eps), self.weight) * self.scale + self.base
+        logits = F.linear(normed_streams(streams, sizes.norm_eps), self.weight) * self.scale + self.base
         pre, post, mix = logits.split([count, count, count**2], 1)
         shares = mix.view(-1, count, count).softmax(-1) + sizes.eps
         shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
         for _ in range(sizes.iterations - 1):
             shares = shares / (shares.sum(-1, keepdim=True) + sizes.eps)
             shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
-        return _mixed(pre.sigmoid() + sizes.eps, streams), 2 * post.sigmoid(), shares
+        return mixed_streams(pre.sigmoid() + sizes.eps, streams), (2 * post.sigmoid(), shares)
 
-    def write(self, streams: Tensor, result: Tensor, post: Tensor, shares: Tensor) -> Tensor:
+    def write(self, streams: Tensor, result: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """The streams after the half's ``result`` [tokens, hidden]."""
+        post, shares = weights
         dtype = streams.dtype
         mixed = torch.bmm(shares.to(dtype).transpose(1, 2), streams)
         return mixed.add_(post.to(dtype).unsqueeze(2) * result.unsqueeze(1))
@@ -85,16 +94,16 @@ class HyperHead:
 
     def __call__(self, streams: Tensor) -> Tensor:
         """``streams`` [tokens, count, hidden] -> [tokens, hidden]."""
-        logits = F.linear(_normed(streams, self.sizes.norm_eps), self.weight) * self.scale + self.base
-        return _mixed(logits.sigmoid() + self.sizes.eps, streams)
+        logits = F.linear(normed_streams(streams, self.sizes.norm_eps), self.weight) * self.scale + self.base
+        return mixed_streams(logits.sigmoid() + self.sizes.eps, streams)
 
 
-def _normed(streams: Tensor, eps: float) -> Tensor:
+def normed_streams(streams: Tensor, eps: float) -> Tensor:
     """All streams of each token, float32 [tokens, count * hidden], divided by their root mean square."""
     wide = streams.flatten(1).float()
     return wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
 
 
-def _mixed(weights: Tensor, streams: Tensor) -> Tensor:
+def mixed_streams(weights: Tensor, streams: Tensor) -> Tensor:
     """The sum of ``streams`` times ``weights`` float32 [tokens, count]."""
     return torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)

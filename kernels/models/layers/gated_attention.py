@@ -1,6 +1,4 @@
-"""Grouped-query attention whose results gates weight: ``output(sigmoid(gate) * attention)`` (Qiu et al., arXiv
-2505.06708).
-"""
+"""Attention whose results gates weight: ``output(sigmoid(gate) * attention)`` (Qiu et al., arXiv 2505.06708)."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from torch import Tensor
 from kernels.core.batch import ForwardBatch
 from kernels.models.config import ModelConfig
 from kernels.models.layers import gqa
-from kernels.models.layers.block import SelfAttention
+from kernels.models.layers.block import AttentionLayer, SelfAttention
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import TensorSpec, by_outputs
 
-__all__ = ["ApartGatedAttention", "GatedAttention", "GatedHeads", "tensors"]
+__all__ = ["ApartGates", "GatedAttention", "GatedHeads", "apart_gated", "tensors"]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
@@ -83,24 +81,14 @@ class GatedAttention:
         return self._output(result * torch.sigmoid(gates))
 
 
-class ApartGatedAttention:
-    """``gqa.tensors`` with head norms, and gates that have a projection of their own: ``gate``, with as many outputs as
-    there are heads, or numbers of heads. ``window``: tokens that a query sees, 0 for all."""
+class ApartGates:
+    """``output(sigmoid(gate(x)) * inner(x))``. ``inner``: attention whose results are not projected back. ``gate``: a
+    module with an output for each of the ``heads``, or for each number of them. ``output``: the module after both."""
 
-    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, window: int, gate: str) -> None:
-        norm = builder.head_norms(
-            f"{module}.q_norm",
-            f"{module}.k_norm",
-            config.heads,
-            config.kv_heads,
-            config.norm_eps,
-            order=gqa.head_order(config),
-            offset=config.norm_offset,
-        )
-        qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
-        self.inner = SelfAttention(builder, config, qkv, lambda x: x, window, norm=norm)
-        self.gate, self.output = builder.linear(f"{module}.{gate}"), builder.row_parallel(f"{module}.o_proj")
-        self.heads, self.without_program = config.heads, builder.ops.elementwise.without_program()
+    def __init__(self, builder: LayerBuilder, inner: AttentionLayer, heads: int, gate: str, output: str) -> None:
+        self.inner, self.heads = inner, heads
+        self.gate, self.output = builder.linear(gate), builder.row_parallel(output)
+        self.without_program = builder.ops.elementwise.without_program()
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
@@ -109,3 +97,20 @@ class ApartGatedAttention:
         result = self.without_program(self.inner(x, cos, sin, cache, batch, wanted))
         gates = torch.sigmoid(self.gate(x if wanted is None else x.index_select(0, wanted)))
         return self.output((result.unflatten(1, (self.heads, -1)) * gates.unflatten(1, (self.heads, -1))).flatten(1))
+
+
+def apart_gated(builder: LayerBuilder, config: ModelConfig, module: str, window: int, gate: str) -> ApartGates:
+    """``gqa.tensors`` with head norms and ``ApartGates``. ``window``: tokens that a query sees, 0 for all. ``gate``:
+    their module's name in ``module``."""
+    norm = builder.head_norms(
+        f"{module}.q_norm",
+        f"{module}.k_norm",
+        config.heads,
+        config.kv_heads,
+        config.norm_eps,
+        order=gqa.head_order(config),
+        offset=config.norm_offset,
+    )
+    qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
+    inner = SelfAttention(builder, config, qkv, lambda x: x, window, norm=norm)
+    return ApartGates(builder, inner, config.heads, f"{module}.{gate}", f"{module}.o_proj")

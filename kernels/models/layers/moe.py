@@ -18,7 +18,7 @@ from kernels.core.operators import Linear
 from kernels.devices.experts import AdaptedExperts, Dispatch, Experts, ExpertWeights, Routing
 from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.shared_experts import SharedExperts
-from kernels.models.config import ExpertsConfig
+from kernels.models.config import ConfigReader, ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, Shard, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
@@ -33,6 +33,7 @@ __all__ = [
     "expert_tensors",
     "expert_weights",
     "gelu_and_mul",
+    "limits",
     "stacked_adapters",
     "tensors",
 ]
@@ -178,6 +179,15 @@ class LimitedGate:
         """The inner activations of a feed-forward layer. ``modules``: as ``LayerBuilder.gated``."""
         linear = builder.linear(*modules)
         return builder.ops.elementwise.compose(lambda x: self(linear(x)), lambda x: x)
+
+
+def limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
+    """``LimitedGate.limit`` of each layer by the list ``key`` of config.json, 0: none."""
+    values = raw.raw.get(key) or [None] * raw.layers
+    if not isinstance(values, list) or len(values) != raw.layers:
+        raise ConfigError(f"config.json: {key} must have a number or null for each layer")
+    reader = (ConfigReader({key: value}, raw.architecture) for value in values)
+    return tuple(one.number(key, 0.0) if one.raw[key] else 0.0 for one in reader)
 
 
 class SharedExpert:

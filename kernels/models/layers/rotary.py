@@ -35,6 +35,10 @@ class RotaryEmbedding:
             factor = torch.where(frequencies == 0, self.scale, 1.0).repeat(2).to(device.torch_device, dtype)
             self._unscale = device.elementwise.compose(lambda cos: cos / factor, lambda cos: cos)
 
+    def scale_frequencies(self, factors: Tensor) -> None:
+        """Multiply the frequency of each dimension pair by ``factors`` float32 [head_dim / 2]."""
+        self.frequencies = self.frequencies * factors.to(self.frequencies.device).repeat(2)
+
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """``positions`` int64 [tokens] -> cos and sin, each [tokens, 1, head_dim] in the model's dtype."""
         cos, sin = self._angles(positions, self.frequencies, self.scale, self.dtype)

@@ -3,12 +3,13 @@
 
     state = final_norm(layer(projection(embedding and feature, each behind a norm of its own)))
 
-The feature is the target's last hidden state after its final norm, of Step 3.5 before it; the target's head turns the
-state into logits, of Step 3.5 the head's own, behind ``final_norm``. A single head runs once for each draft token, as
-EAGLE's does. Several heads (``MultiHeads``) run once each a draft: head k drafts the token k + 2 positions on. It joins
-the state of head k - 1 at position i (head 0: the target's feature) with the token at position i + k + 1, so its last k
-positions wait for tokens that are not known yet. A draft runs these positions with the tokens of the heads before; the
-next observation runs them again with the known tokens.
+The feature is the target's last hidden state after its final norm, of Step 3.5 and MiMo-V2 before it, whose
+``final_norm`` stands before the logits alone; the target's head turns the state into logits, of Step 3.5 the head's
+own. A single head runs once for each draft token, as EAGLE's does. Several heads (``MultiHeads``) run once each a
+draft: head k drafts the token k + 2 positions on. It joins the state of head k - 1 at position i (head 0 and all heads
+of MiMo-V2: the target's feature) with the token at position i + k + 1, so its last k positions wait for tokens that are
+not known yet. A draft runs these positions with the tokens of the heads before; the next observation runs them again
+with the known tokens.
 
 Public layouts, in the target's checkpoint or in a separate one:
 
@@ -20,16 +21,24 @@ Public layouts, in the target's checkpoint or in a separate one:
 * ERNIE 4.5's: ``model.mtp_block.i`` without experts, ``mtp_emb_norm.i``, ``mtp_hidden_norm.i``, ``mtp_linear_proj.i``
   of embedding | feature; no norm follows;
 * Qwen3-Next's: ``mtp.layers.i``; beside it ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden``, ``mtp.fc`` of
-  embedding | feature, ``mtp.norm``. The layer is the target's with attention. K-EXAONE's names are the same; its layer
-  is the target's first one, which has no experts.
+  embedding | feature, ``mtp.norm``. The layer is the target's with attention. K-EXAONE's and EXAONE 4.5's names are the
+  same; the layer is the target's first one, which has no experts;
+* MiMo-V2-Flash's: ``model.mtp.layers.i`` with ``enorm``, ``hnorm``, ``eh_proj`` of embedding | feature,
+  ``final_layernorm``. The layer is one of the target's with a window and without experts;
+* LongCat-Flash's: ``model.mtp.layers.0`` with ``enorm.m``, ``hnorm.m``, ``eh_proj`` of embedding | feature;
+  ``model.mtp.norm``. The layer has latent attention and no experts;
+* Nemotron 3's: ``mtp.layers.0``, which is attention, with ``enorm``, ``hnorm``, ``eh_proj`` of embedding | feature;
+  ``mtp.layers.1``, which is experts, with ``final_layernorm``;
+* Ling 2's and 3's: as DeepSeek's, with ``final_layernorm``. The layer is the target's with experts, and with latent
+  attention where it has it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,16 +51,17 @@ from kernels.contract.step import Admission
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.core.operators import PendingResidual
 from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
-from kernels.models import step3p5
+from kernels.models import bailing_hybrid, bailing_moe, exaone4, longcat_flash, mimo_v2_flash, nemotron_h, step3p5
 from kernels.models.config import ModelConfig
 from kernels.models.layers.block import Block
+from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.delta_net import DeltaConfig
 from kernels.models.layers.vocabulary import VocabularyHead
-from kernels.models.step3p5 import Step3p5Config
 from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.drafters.heads import (
@@ -63,13 +73,13 @@ from kernels.speculation.drafters.heads import (
     gated_tensors,
     open_checkpoint,
 )
-from kernels.speculation.expansion import observed_rows
+from kernels.speculation.expansion import forward_batch, observed_rows
 from kernels.speculation.load import DraftCheckpoint, DraftWeights, layer_tensors, need_same_hidden_size, plain
 from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec, output, table_of
 
-__all__ = ["DEEPSEEK", "ERNIE", "EXAONE", "MIMO", "QWEN", "STEP", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
+__all__ = ["MtpDrafter", "MtpModel", "MultiHeads"]
 
 
 class MultiHeads(Drafter):
@@ -80,10 +90,11 @@ class MultiHeads(Drafter):
     features = True
     stepwise = True
 
-    def __init__(self, context: DrafterContext, heads: Sequence[HeadModel]) -> None:
+    def __init__(self, context: DrafterContext, model: MtpModel) -> None:
         if context.settings.topk > 1:
             raise ConfigError("several heads draft a chain: use --speculative-eagle-topk 1 with them")
-        self._context, self._heads = context, heads
+        heads = model.heads
+        self._context, self._heads, self._chained = context, heads, model.chained
         self._sampler = DraftSampler(heads[0].ids, context.device.sampling.greedy)
         self._kept = len(heads)
         self._caches: list[Any] = []
@@ -126,7 +137,7 @@ class MultiHeads(Drafter):
         features = torch.cat((self._features, observation.features)).index_select(0, self._put(source))
         table, at = observation.table.view(-1), self._after(observation.slots[rows], positions, observation.table)
         index = self._index(rows, positions, observation.pages)
-        plans = self._plans(observed_rows(starts, counts, observation.pages))
+        attended, at_positions = observed_rows(starts, counts, observation.pages), self._put(positions)
         last = np.cumsum(counts) - 1
         behind = np.arange(self._kept) - self._kept + 1
         keep = self._put(np.maximum(last[:, None] + behind, (last - counts + 1)[:, None]).reshape(-1))
@@ -134,8 +145,9 @@ class MultiHeads(Drafter):
         self._features.index_copy_(0, into, features.index_select(0, keep))
         states = features
         for number, (head, cache) in enumerate(zip(self._heads, self._caches, strict=True)):
-            batch = ForwardBatch(table[(at + number).clamp(max=len(table) - 1)], self._put(positions), index, plans)
-            states = head.forward(batch, states, [cache])
+            read = table[(at + number).clamp(max=len(table) - 1)]
+            batch = forward_batch(self._context.device, head.config, read, at_positions, index, attended)
+            states = head.forward(batch, states if self._chained else features, [cache])
             if number == 0:
                 self._states.index_copy_(0, into, states.index_select(0, keep))
         self._held[observation.slots] = np.minimum(counts, self._kept)
@@ -151,9 +163,10 @@ class MultiHeads(Drafter):
         positions = starts[row] + place
         last = self._put(np.cumsum(counts) - 1)
         kept = rows.slots[row] * self._kept + self._kept - counts[row] + place
-        states = self._states.index_select(0, self._put(kept))
+        places = self._put(kept)
+        states, features = self._states.index_select(0, places), self._features.index_select(0, places)
         index = self._index(row, positions, np.where(known[:, None], rows.pages, 0))
-        plans = self._plans(AttentionRows(starts, counts, rows.pages, 0, len(starts)))
+        attended = AttentionRows(starts, counts, rows.pages, 0, len(starts))
         table, at = rows.table.view(-1), self._after(rows.slots[row], positions, rows.table)
         # The draft tokens of a row follow its known tokens: head k reads the last k of them.
         beyond = self._put(positions - rows.roots[row])
@@ -167,9 +180,9 @@ class MultiHeads(Drafter):
                 drafted = tokens.view(-1)[which + ahead.clamp(min=0)]
                 given = table[(at + step).clamp(max=len(table) - 1)].to(torch.int64)
                 read = torch.where(ahead > 0, drafted, given)
-                states = self._heads[step].forward(
-                    ForwardBatch(read, at_positions, index, plans), states, [self._caches[step]]
-                )
+                head = self._heads[step]
+                batch = forward_batch(self._context.device, head.config, read, at_positions, index, attended)
+                states = head.forward(batch, states if self._chained else features, [self._caches[step]])
             logits = self._heads[step].logits(states.index_select(0, last))
             tokens[:, step + 1] = self._sampler.best(logits, rows.noise, rows.root_positions, 1 + step)
         nodes = np.where(known, np.minimum(rows.limits, min(steps, self.max_nodes - 1)), 0) + 1
@@ -188,17 +201,32 @@ class MultiHeads(Drafter):
         page_size = self._context.config.page_size
         return self._put(pages[rows, positions // page_size] * np.int64(page_size) + positions % page_size)
 
-    def _plans(self, rows: AttentionRows) -> dict[int, Any]:
-        (window,) = self._heads[0].config.windows
-        return {window: self._context.device.attention.plan(rows, window)}
+
+class HeadFamily(Protocol):
+    """A model's module whose heads have a layer of its own. ``name``: the head's in the checkpoint."""
+
+    def head_config(self, raw: Mapping[str, Any], target: ModelConfig, name: str) -> ModelConfig:
+        """The sizes of a head, a model of one layer after those of ``target``, with config.json ``raw``. Raises
+        ConfigError."""
+        ...
+
+    def head_tensors(self, config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+        """The tensors of the layer."""
+        ...
+
+    def head_layer(self, config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+        """The layer on one rank, whose sizes are ``config``."""
+        ...
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a head's parts. ``token_first``: whether the projection reads the token before the state. ``unused``:
-    copies of the target's tensors. ``beside``: the module of all parts but the layer itself; empty: the layer.
-    ``output``: the module of its logits; empty: they are the target's. ``numbered``: whether the head's number follows
-    the name of each part. ``last_norm`` "": there is none.
+    """Names of a head's parts, in which ``{head}`` is the head, ``{number}`` its number, ``{next}`` the one after it.
+
+    ``token_first``: whether the projection reads the token before the state. ``unused``: copies of the target's
+    tensors. ``output``: the module of its logits; empty: they are the target's. ``last_norm`` "": there is none.
+    ``family``: makes its layer. ``before_norm``: the target's features and the head's states are those before the last
+    norm. ``chained``: of several heads, each reads the states of the one before it, otherwise all read the features.
     """
 
     layers: str
@@ -206,57 +234,97 @@ class Layout:
     state_norm: str
     projection: str
     last_norm: str
-    token_first: bool
+    token_first: bool = True
     unused: tuple[str, ...] = ()
-    beside: str = ""
     output: str = ""
-    numbered: bool = False
+    family: HeadFamily | None = None
+    before_norm: bool = False
+    chained: bool = True
 
-    def weight(self, prefix: str, part: str) -> str:
-        """The tensor of a ``part`` of the head ``prefix``."""
-        if self.numbered:
-            return f"{part}.{prefix.rpartition('.')[2]}.weight"
-        return f"{self.beside or prefix}.{part}.weight"
+    def module(self, head: str, part: str) -> str:
+        """The name of a ``part``, one of the fields."""
+        number = int(head.rpartition(".")[2])
+        return part.format(head=head, number=number, next=number + 1)
+
+    def weight(self, head: str, part: str) -> str:
+        """The name of its weight."""
+        return f"{self.module(head, part)}.weight"
 
 
+_PARTS = ("{head}.enorm", "{head}.hnorm", "{head}.eh_proj")
 DEEPSEEK = Layout(
-    "layers", "enorm", "hnorm", "eh_proj", "shared_head.norm", True, ("embed_tokens.weight", "shared_head.head.weight")
+    "layers", *_PARTS, "{head}.shared_head.norm", unused=("{head}.embed_tokens", "{head}.shared_head.head")
 )
-STEP = replace(DEEPSEEK, last_norm="transformer.shared_head.norm", unused=(), output="transformer.shared_head.output")
-MIMO = Layout("mtp_layers", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False)
-ERNIE = Layout("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", True, numbered=True)
-QWEN = Layout("mtp.layers", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, beside="mtp")
+MIMO = Layout(
+    "mtp_layers",
+    "{head}.token_layernorm",
+    "{head}.hidden_layernorm",
+    "{head}.input_proj",
+    "{head}.final_layernorm",
+    token_first=False,
+)
+ERNIE = Layout("mtp_block", "mtp_emb_norm.{number}", "mtp_hidden_norm.{number}", "mtp_linear_proj.{number}", "")
+QWEN = Layout("mtp.layers", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 EXAONE = replace(QWEN)
+_LING = replace(DEEPSEEK, last_norm="{head}.final_layernorm")
+_OWN = {
+    "BailingHybridForCausalLM": replace(_LING, family=bailing_hybrid),
+    "BailingMoeV3ForCausalLM": replace(_LING, family=bailing_hybrid),
+    "BailingMoeV2ForCausalLM": replace(_LING, family=bailing_moe),
+    "Exaone4ForCausalLM": replace(QWEN, family=exaone4),
+    "LongcatFlashForCausalLM": Layout(
+        "mtp.layers",
+        "{head}.enorm.m",
+        "{head}.hnorm.m",
+        "{head}.eh_proj",
+        "mtp.norm",
+        unused=("mtp.embed_tokens",),
+        family=longcat_flash,
+    ),
+    "MiMoV2FlashForCausalLM": Layout(
+        "mtp.layers", *_PARTS, "{head}.final_layernorm", family=mimo_v2_flash, before_norm=True, chained=False
+    ),
+    "NemotronHForCausalLM": Layout("mtp.layers", *_PARTS, "mtp.layers.{next}.final_layernorm", family=nemotron_h),
+    "Step3p5ForCausalLM": Layout(
+        "layers",
+        *_PARTS,
+        "{head}.transformer.shared_head.norm",
+        output="{head}.transformer.shared_head.output",
+        family=step3p5,
+        before_norm=True,
+    ),
+}
+"""Layouts of heads that have a layer of their family, by the target's architecture."""
 
 
 def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, list[str]]:
     """The layout, and the heads' names in order. Raises LoadError where there are none, ConfigError for a target whose
     heads are not built."""
-    step = isinstance(target, Step3p5Config)
-    if target.norm_offset and not isinstance(target.recurrence, DeltaConfig) and not step:
+    own = _OWN.get(target.architecture)
+    if target.norm_offset and not isinstance(target.recurrence, DeltaConfig) and own is None:
         raise ConfigError(
             f"the heads for later tokens of {target.architecture} are not run, as their norms add to their weights; "
             "use --speculative-algorithm NGRAM"
         )
+    layouts = (DEEPSEEK, MIMO, ERNIE, QWEN) if own is None else (own,)
     if checkpoint.dummy:
-        if isinstance(target.recurrence, DeltaConfig):
-            return QWEN, [f"{QWEN.layers}.0"]
-        count = int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
-        if step:
-            return STEP, [f"{STEP.layers}.{target.layers + index}" for index in range(count)]
-        return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
-    for layout in (STEP,) if step else (DEEPSEEK, MIMO, ERNIE, QWEN):
-        part = "input_layernorm" if layout.beside or layout.numbered else layout.projection
-        pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\.{part}")
-        result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
-        if result and (not layout.beside or f"{layout.beside}.{layout.projection}" in checkpoint.modules):
+        layout = own or (QWEN if isinstance(target.recurrence, DeltaConfig) else MIMO)
+        first = target.layers if layout.layers == "layers" else 0
+        count = 1 if layout is QWEN else int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
+        return layout, [f"{layout.layers}.{first + index}" for index in range(count)]
+    for layout in layouts:
+        pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\..*")
+        numbers = sorted({int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name))})
+        heads = [f"{layout.layers}.{number}" for number in numbers]
+        found = [head for head in heads if layout.module(head, layout.projection) in checkpoint.modules]
+        if found:
             if layout is QWEN and not isinstance(target.recurrence, DeltaConfig):
                 layout = EXAONE
-            return layout, [f"{layout.layers}.{index}" for index in result]
+            return layout, found
+    wanted = " or ".join(layout.projection.format(head=f"{layout.layers}.N", number="N") for layout in layouts)
     raise LoadError(
-        f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
-        "model.mtp_layers.N.input_proj nor model.mtp_block.N nor mtp.fc; give --speculative-draft-model-path, or use "
-        "another algorithm"
+        f"the weights in {checkpoint.path} have no head for tokens after the next: no {wanted}; give "
+        "--speculative-draft-model-path, or use another algorithm"
     )
 
 
@@ -268,16 +336,18 @@ class MtpHead(HeadModel):
         self.token_first = layout.token_first
         self.token_norm = self.norm(layout.weight(prefix, layout.token_norm))
         self.state_norm = self.norm(layout.weight(prefix, layout.state_norm))
-        projection = weights.projection([layout.weight(prefix, layout.projection).removesuffix(".weight")])
+        projection = weights.projection([layout.module(prefix, layout.projection)])
         self.projection = context.device.linear.make_projection(projection, None)
         self.last_norm = self.norm(layout.weight(prefix, layout.last_norm)) if layout.last_norm else None
+        self.norm_of_logits = self.last_norm if layout.before_norm else None
         self.block: Block | None = None
-        if isinstance(self.config, Step3p5Config):
-            self.block = step3p5.layer(self.config, weights.builder, 0, prefix)
-            rows, group = weights.take([f"{prefix}.{layout.output}.weight"]), context.group
+        if layout.output:
+            rows, group = weights.take([layout.weight(prefix, layout.output)]), context.group
             if self.ids is not None:
                 rows, group = rows.index_select(0, self.ids), Group()
             self.ends.head = VocabularyHead(group, context.device.linear.make_dense(rows, None))
+        if layout.family is not None:
+            self.block = layout.family.head_layer(self.config, weights.builder, prefix)
             return
         self.input_norm = self.norm(f"{prefix}.input_layernorm.weight")
         self.layer: HeadLayer | SparseHeadLayer | GatedHeadLayer
@@ -294,16 +364,17 @@ class MtpHead(HeadModel):
         both = (self.ends.embed(batch.token_ids), self.token_norm), (states, self.state_norm)
         first, second = both if self.token_first else both[::-1]
         residual = self.projection(self.device.elementwise.norm_pair(*first, *second))
+        x: PendingResidual
         if self.block is not None:
-            return self.device.elementwise.add_pending(*self.block(None, residual, cos, sin, cache, batch))
-        x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
-        if self.last_norm is None:
+            x, residual = self.block(None, residual, cos, sin, cache, batch)
+        else:
+            x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
+        if self.last_norm is None or self.norm_of_logits is not None:
             return self.device.elementwise.add_pending(x, residual)
         return norm_of_sum(self.last_norm, x, residual)[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        final = None if self.block is None else self.last_norm
-        return super().logits(states if final is None else final(states))
+        return super().logits(states if self.norm_of_logits is None else self.norm_of_logits(states))
 
 
 class MtpModel:
@@ -317,57 +388,54 @@ class MtpModel:
                 f"{len(prefixes)}: lower --speculative-num-steps or leave out --enable-multi-layer-eagle"
             )
         prefixes = prefixes[:count]
-        whole = _config(checkpoint, layout, prefixes[0], context.full_config)
+        whole, *others = (_config(checkpoint, layout, prefix, context.full_config) for prefix in prefixes)
         if whole.latent is not None and count > 1:
             raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
+        if any(other != whole for other in others):
+            raise ConfigError(
+                f"{checkpoint.path}: the first {count} heads for later tokens differ in their window or other sizes, "
+                "and only equal ones are run together: leave --enable-multi-layer-eagle out"
+            )
         need_same_hidden_size(checkpoint, whole, context.full_config)
         tensors: dict[str, TensorSpec] = {}
         for prefix in prefixes:
             tensors |= _tensors(checkpoint, layout, prefix, whole, context.full_config.vocab_size)
             if layout.output:  # with a token map it is whole, and some of its rows are taken
-                spec = output(f"{prefix}.{layout.output}", context.full_config.vocab_size, whole.hidden_size)
+                name = layout.module(prefix, layout.output)
+                spec = output(name, context.full_config.vocab_size, whole.hidden_size)
                 tensors[spec.name] = replace(spec, split=None) if context.settings.token_map else spec
         self.weights = DraftWeights(context, checkpoint, tensors, whole)
         self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
+        self.chained = layout.chained
 
 
 def _config(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, target: ModelConfig) -> ModelConfig:
     """The sizes of one head."""
-    if isinstance(target, Step3p5Config):
-        return step3p5.head_config(checkpoint.raw, int(prefix.rpartition(".")[2]))
+    if layout.family is not None:
+        return layout.family.head_config(checkpoint.raw, target, prefix)
     if layout is QWEN:
         experts = None if target.experts is None else replace(target.experts, layers=frozenset((0,)))
         return replace(target, layers=1, windows=(0,), experts=experts, recurrence=None, recurrent=frozenset())
     if layout is EXAONE:
-        return _first_layer(checkpoint, target)
+        return exaone4.head_config(checkpoint.raw, target, prefix)
     # A head has experts as the last layers do, and an indexer of its own.
     own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
     result = checkpoint.config(target.architecture, 1, prefix, layer_types=None, sliding_window=None, **own)
     return replace(result, experts=None) if layout is ERNIE else result
 
 
-def _first_layer(checkpoint: DraftCheckpoint, target: ModelConfig) -> ModelConfig:
-    """The sizes of a head that is as the target's first layer; ``mtp_layer_types`` may say that it has no window, then
-    it rotates no heads unless all layers do."""
-    kinds, window, rope = checkpoint.raw.get("mtp_layer_types"), target.windows[0], target.ropes.get(0, target.rope)
-    if isinstance(kinds, list) and kinds[:1] == ["full_attention"]:
-        full = next((layer for layer, other in enumerate(target.windows) if not other), None)
-        window, rope = 0, rope if full is None else target.ropes.get(full, target.rope)
-    return replace(target, layers=1, windows=(window,), experts=None, rope=rope, ropes={})
-
-
 def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: ModelConfig, vocab: int) -> Tensors:
     hidden = config.hidden_size
-    if isinstance(config, Step3p5Config):
-        result = table_of(step3p5.head_tensors(config, prefix))
+    if layout.family is not None:
+        result = table_of(layout.family.head_tensors(config, prefix))
     else:
         result = dict(gated_tensors(config, prefix) if layout is QWEN else layer_tensors(config, prefix))
     for norm in filter(None, (layout.token_norm, layout.state_norm, layout.last_norm)):
         result |= plain(layout.weight(prefix, norm), hidden)
     result |= plain(layout.weight(prefix, layout.projection), hidden, 2 * hidden)
-    for name in layout.unused:
-        if checkpoint.has(f"{prefix}.{name}"):
-            result |= plain(f"{prefix}.{name}", vocab, hidden)
+    for name in (layout.weight(prefix, part) for part in layout.unused):
+        if checkpoint.has(name):
+            result |= plain(name, vocab, hidden)
     return result
 
 
@@ -379,7 +447,8 @@ class MtpDrafter(Drafter):
 
     @classmethod
     def captured_layers(cls, settings: SpeculativeSettings, model: ModelConfig) -> tuple[int, ...]:
-        return (model.layers - 1,) if isinstance(model, Step3p5Config) else ()
+        layout = _OWN.get(model.architecture)
+        return (model.layers - 1,) if layout is not None and layout.before_norm else ()
 
     def __init__(self, context: DrafterContext) -> None:
         settings = context.settings
@@ -391,7 +460,7 @@ class MtpDrafter(Drafter):
                 " the same layers; leave it or --enable-multi-layer-eagle out"
             )
         model = MtpModel(context, checkpoint, settings.num_steps if several else 1)
-        self._drafter: Drafter = MultiHeads(context, model.heads) if several else HeadDrafter(context, model.heads[0])
+        self._drafter: Drafter = MultiHeads(context, model) if several else HeadDrafter(context, model.heads[0])
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes, self.spare_bytes = self._drafter.cache_bytes, self._drafter.spare_bytes
         self.depth, self.max_nodes = self._drafter.depth, self._drafter.max_nodes

@@ -246,7 +246,7 @@ class Nvfp4(Layout):
 def _scales(weights: QuantizationArgs, shape: tuple[int, int]) -> StoredTensor:
     if weights.block_structure is not None:
         rows, columns = weights.block_structure
-        return StoredTensor(FLOATS, ((-(-shape[0] // rows), -(-shape[1] // columns)),))
+        return StoredTensor(FLOATS, ((-(-shape[0] // rows), -(-shape[1] // columns)),), rows=rows)
     return StoredTensor(FLOATS, ((1,), ()) if weights.strategy == "tensor" else ((shape[0], 1), (shape[0],)))
 
 

@@ -55,7 +55,8 @@ def detect_scheme(model_path: str | Path, flag: str, overrides: str = "{}") -> S
         if flag not in ("unquant", *ONLINE):
             raise ConfigError(f"this model is a GGUF file, and --quantization asks for {flag}; leave the flag out")
         return _online(flag)
-    settings = read_merged(model_path, overrides).get("quantization_config")
+    config = read_merged(model_path, overrides)
+    settings = config.get("quantization_config")
     description = description_file(model_path)
     if description is not None:
         return _described(description, settings, flag)
@@ -75,6 +76,8 @@ def detect_scheme(model_path: str | Path, flag: str, overrides: str = "{}") -> S
             f"this checkpoint is quantized by {method}, and --quantization asks for {flag}; leave the flag out, or "
             "use a checkpoint in bf16"
         )
+    if method == "fp8" and "expert_dtype" in config:  # DeepSeek V4 has it beside them
+        settings = {"expert_dtype": config["expert_dtype"], **settings}
     return METHODS[method](settings)
 
 

@@ -86,7 +86,7 @@ class ModelOpt(Scheme):
             stored = StoredTensor(("U8", "F8_E8M0"), ((outputs, groups_of(module, MX_GROUP, inputs)),))
         elif algorithm == _BLOCKS:
             rows, columns = -(-outputs // _BLOCK), -(-inputs // _BLOCK)
-            stored = StoredTensor(FLOATS, ((rows, 1, columns, 1), (rows, columns)))
+            stored = StoredTensor(FLOATS, ((rows, 1, columns, 1), (rows, columns)), rows=_BLOCK)
         else:
             stored = StoredTensor(FLOATS, ((), (1,), (outputs,), (outputs, 1)))
         return extra | {name: StoredTensor(("F8_E4M3",), ((outputs, inputs),)), scale: stored}

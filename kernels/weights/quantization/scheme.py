@@ -23,11 +23,14 @@ __all__ = ["AsStored", "Files", "Scheme", "StoredTensor"]
 class StoredTensor:
     """A tensor as a file must store it. ``dtypes``: allowed ones, by their names in safetensors (I8, U8, I32, I64,
     F8_E4M3, F8_E8M0, BF16, F16, F32). ``shapes``: allowed ones, where tools differ. ``optional``: may be missing.
+    ``kinds``: other last parts of its name. ``rows``: rows of the weight that share a row of it.
     """
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     optional: bool = False
+    kinds: tuple[str, ...] = ()
+    rows: int = 1
 
 
 class Files(Protocol):
@@ -61,6 +64,10 @@ class Scheme(ABC):
     @abstractmethod
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
         """The whole weight, on the host. Called only where ``tensors`` returns some."""
+
+    def with_experts(self, dtype: str) -> Scheme:
+        """This scheme where files store routed experts as ``dtype``, by its name in safetensors."""
+        return self
 
     def keeps_table(self, table: TensorSpec) -> bool:
         """Whether the table of embeddings is stored quantized and may stay so."""

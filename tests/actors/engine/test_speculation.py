@@ -139,6 +139,11 @@ def test_eagle_finds_multi_token_heads(tmp_path: Path) -> None:
     found = settings(tmp_path, QWEN | heads, None, **multi)
     assert (found.multi_layer, found.num_steps, found.num_draft_tokens) == (True, 2, 3)
     assert settings(tmp_path, QWEN | heads, None, speculative_num_steps=1, **multi).num_steps == 1
+    for family, count in (("mimo_v2_flash", 3), ("longcat_flash", 1), ("qwen3_next", 1)):
+        unnamed = QWEN | {"model_type": family}
+        assert settings(tmp_path, unnamed, None, speculative_algorithm="NEXTN").algorithm == "MTP"
+        if count > 1:
+            assert settings(tmp_path, unnamed, None, **multi).num_steps == count
     with pytest.raises(ArgumentError, match="2 heads"):
         settings(tmp_path, QWEN | heads, None, speculative_num_steps=3, **multi)
     with pytest.raises(ArgumentError, match="several multi-token heads"):

@@ -42,6 +42,10 @@ def test_a_single_object_is_one_adapter():
         ({"lora_paths": ["a=https://x/y"]}, "is a URL"),
         ({"lora_paths": ['{"lora_name": "a"}']}, "is no adapter"),
         ({"lora_paths": ['{"lora_name": "a", "lora_path": "b", "rank": 1}']}, "has no 'rank'"),
+        (
+            {"lora_paths": ['{"name": "a", "path": "b", "base_model_name": "m"}']},
+            "is always the served model; leave it",
+        ),
         ({"lora_paths": ["{a"]}, "is no JSON object"),
         ({"lora_paths": ["a=x", "a=y"]}, "'a' is the name of another"),
         ({"lora_paths": ["m=x"], "served_model_name": ["m"]}, "or of the model"),

@@ -48,6 +48,24 @@ def test_text_is_read_as_the_type() -> None:
     assert arguments.tokenizer_mode == "slow"
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("32k", 32_000), ("25.6k", 25_600), ("32K", 32_768), ("1m", 10**6), ("2M", 1 << 21)]
+)
+def test_a_suffix_multiplies_as_in_vllms_command_lines(text: str, number: int) -> None:
+    assert Arguments.from_keywords(model="m", max_model_len=text).context_length == number
+
+
+@pytest.mark.parametrize("text", ["32q", "0.0001k", "1.5K", "k", "1kk", "1e3", "999999999999999G"])
+def test_what_is_no_whole_number_is_refused(text: str) -> None:
+    assert "must be an integer from 2 to 16777216" in problem(max_model_len=text)
+
+
+def test_members_of_an_object_are_given_together() -> None:
+    text = problem(**{"speculative_config.num_speculative_tokens": 5})
+    assert """speculative_config '{"num_speculative_tokens": "..."}'""" in text
+    assert "compiling the model is not built yet" in problem(**{"compilation_config.mode": 3})
+
+
 def test_a_path_is_taken_for_its_text() -> None:
     arguments = Arguments.from_keywords(model=Path("a/model"), kv_cache_dtype="int8", quantization_param_path=Path("f"))
     assert arguments.model_path == str(Path("a/model"))

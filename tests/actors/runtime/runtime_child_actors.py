@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -62,6 +63,7 @@ class Facts(msgspec.Struct, frozen=True):
     sigint_ignored: bool
     environment: str | None
     traceparent: str | None
+    process_name: str
     modules: list[str]
 
 
@@ -214,6 +216,7 @@ class ChildActor(Actor[ChildProtocol]):
             sigint_ignored=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
             environment=os.environ.get("TROUPE_TEST"),
             traceparent=current_traceparent.get(),
+            process_name=Path("/proc/self/comm").read_text().strip(),
             modules=sorted(name for name in sys.modules if "." not in name),
         )
 

@@ -37,6 +37,7 @@ async def test_a_launcher_starts_each_incarnation(system: ActorSystem) -> None:
     assert [process.pid for process in launched] == [facts.pid]
     assert "colorsys" in facts.modules
     assert facts.environment == "set"
+    assert facts.process_name == "worker"
     os.kill(facts.pid, signal.SIGKILL)
     while True:
         try:

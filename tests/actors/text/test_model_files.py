@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import huggingface_hub
 import pytest
 
 from actors.engine.lifecycle import Lifecycle
+from actors.options import Arguments
 from actors.text.model_files import (
     ModelDownloadError,
     ModelFiles,
@@ -19,6 +22,7 @@ from actors.text.model_files import (
     resolve_adapter_path,
     resolve_model_path,
 )
+from actors.text.served_model import ServedModel
 
 
 class _HubError(OSError):
@@ -125,3 +129,15 @@ def test_the_first_reason_to_give_up_decides_whether_it_is_permanent() -> None:
 def test_an_adapters_path_that_no_file_can_have_is_refused(path):
     with pytest.raises(ModelPathError, match="cannot be read"):
         resolve_adapter_path(path)
+
+
+def test_ends_outside_of_the_vocabulary_are_left_out_with_a_warning(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = shutil.copytree(tiny_model, tmp_path / "model")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 120025, -1]}))
+    with caplog.at_level(logging.WARNING):
+        served = ServedModel(Arguments(model_path=str(path)))
+    assert served.eos_ids == (2,)
+    expected = f"are ignored: 120025, -1 (vocab_size: {served.vocab_size})"
+    assert f"eos_token_id has ids that are no tokens of the model and {expected}" in caplog.text

@@ -127,11 +127,16 @@ def message_and_field(error: Any) -> tuple[str, str]:
         ),
         (
             {"verbosity": "loud"},
-            'verbosity: must be one of high, low, medium, not "loud". Choose one of them, or leave the field out.',
+            'verbosity: must be one of high, low, medium, not "loud". Choose one of them.',
         ),
+        ({"seed": True}, "seed: must be a whole number; you gave true. Leave the field out for its default."),
         ({"cache_salt": "x" * 257}, "cache_salt: at most 256 characters; you gave 257. Shorten it."),
         ({"messages": []}, "messages: at least 1 entry; you gave 0. Send more."),
         ({"messages": None}, "messages: must be a list; you gave null."),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content: must be a string or a list; you gave a whole number (5).",
+        ),
         (
             {"priority": 2**40},
             f"priority: must be at most 2147483647; you gave {2**40}. Send a number within the limit.",

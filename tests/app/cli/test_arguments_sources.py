@@ -58,7 +58,9 @@ def test_a_directory_and_another_model_hide_the_adapters_of_the_box(
 
 def test_an_unknown_adapter_is_answered_with_the_names_of_the_box() -> None:
     found = problems("--lora-paths pirate parrot")
-    assert found == "--lora-paths: 'parrot' is neither a directory nor an included adapter (json, pirate, poet)"
+    assert found.startswith(
+        "--lora-paths: 'parrot' is neither a directory nor an included adapter (json, pirate, poet); "
+    )
     assert load("--lora-paths a/parrot").adapter_paths[0].path == "a/parrot"
 
 
@@ -112,6 +114,12 @@ def test_a_value_is_missing(line: str) -> None:
 def test_a_list_of_values_is_missing(name: str) -> None:
     assert f"{name}: needs one or more values" in problems(f"{name} --port 8000")
     assert f"{name}: needs one or more values" in problems(name)
+
+
+@pytest.mark.parametrize("value", ["", "[]", ","])
+def test_an_empty_list_of_names_is_refused(value: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^--served-model-name must not be empty; leave it out for the default$"):
+        load_arguments(["m", "--served-model-name", value], {})
 
 
 def test_refused_and_unknown_names() -> None:

@@ -14,6 +14,7 @@ from quart import Quart
 
 from app.application import Troupe
 from app.server.auth import AccessLevel, Keyring
+from app.server.errors import ApiError
 from app.server.routes import Route, RouteTable
 from tests.kits.target import Target
 from tests.kits.waiting import PATIENCE
@@ -31,6 +32,17 @@ def test_stored_things_belong_to_their_owner() -> None:
     assert ring.tenant_of("") is None
     for alone in (Keyring(), Keyring(admin=("a",)), Keyring(user=("a",))):
         assert alone.tenant_of(alone.owner("")) == ""
+
+
+def test_an_admin_route_names_the_key_that_it_requires() -> None:
+    ring = Keyring(user=("a",), admin=("root",))
+    for headers, begin in (((), "An admin key is required"), (((b"x-api-key", b"a"),), "Incorrect admin key")):
+        with pytest.raises(ApiError) as refused:
+            ring.check(AccessLevel.ADMIN, headers, SERVER)
+        assert refused.value.status == 401
+        assert refused.value.message.startswith(f"{begin} (of --admin-api-key);")
+        with pytest.raises(ApiError, match="API key"):
+            ring.check(AccessLevel.USER, (), SERVER)
 
 
 def undeclared(application: Quart, table: RouteTable) -> list[str]:

@@ -6,10 +6,13 @@ from tests.kits.simulated_npu import REASON, SPEC  # where torch_npu is installe
 
 # isort: split
 import atexit
+import contextlib
 import dataclasses
 import gc
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 import pytest
@@ -49,38 +52,74 @@ DEVICES = 4
 """Simulated NPUs of a machine, one for each rank."""
 AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 4))
 """Jobs on GPUs that run side by side: most of their time is that of compilers."""
-ANSWER = "answer: "
+
+
+class Program:
+    """This module as a program, the leader of a group of processes: it becomes a rank, or forks ranks."""
+
+    def __init__(self, environment: dict[str, str], log: TextIO, forks: bool) -> None:
+        self._forks = forks
+        environment = environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-W", "ignore", "-m", __name__),
+                    str(theirs.fileno()),
+                    *(["forks"] if forks else []),
+                ],
+                cwd=Path(__file__).parents[3],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+
+    def start(self, rank: int, log: TextIO) -> TextIO:
+        """Where a new rank reads jobs and writes answers."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(self._control, [str(rank).encode()], [theirs.fileno(), log.fileno()])
+            return ours.makefile("rw")
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._control.close()  # at which it ends its forks, and itself
+        if not self._forks:
+            self.kill()
+        self._process.wait()
 
 
 class Ranks:
-    """Ranks that wait for jobs: processes that stay, since each imports torch. Jobs of fewer ranks take the first."""
+    """Ranks that wait for jobs: processes that stay, forks of one that has imported torch, but where torch is imported
+    with other variables for each. Jobs of fewer ranks take the first."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], forks: bool = bool(REASON)) -> None:
         self.environment = environment
+        self.forks = forks
         self.folder = TemporaryDirectory()
-        self.ranks: list[subprocess.Popen[str]] = []
+        self.programs: list[Program] = []
+        self.ranks: list[TextIO] = []
         self.groups = 0
 
     def _log(self, rank: int) -> Path:
         return Path(self.folder.name) / f"rank-{rank}"
 
-    def _start(self, rank: int) -> subprocess.Popen[str]:
-        own = {"OMP_NUM_THREADS": "1", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}
-        own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    def _start(self, rank: int) -> TextIO:
+        own = {"ASCEND_RT_VISIBLE_DEVICES": str(rank)}
         visible = [part for part in self.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
         own["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) else str(rank)
         if not REASON:
             own["TROUPE_NPU_SIMULATOR"] = SPEC if ":" in SPEC else f"{SPEC}:{DEVICES}"
         with self._log(rank).open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.kernels.distributed.ranks", str(rank)],
-                cwd=Path(__file__).parents[3],
-                env=self.environment | own,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            if not self.forks or not self.programs:
+                self.programs.append(Program(self.environment | own, log, self.forks))
+            return self.programs[-1].start(rank, log)
 
     def run(self, jobs: list[dict[str, Any]], size: int) -> list[list[dict[str, Any]]]:
         self.ranks += [self._start(rank) for rank in range(len(self.ranks), size)]
@@ -91,31 +130,30 @@ class Ranks:
         late = threading.Timer(PATIENCE, self.kill)
         late.start()
         try:
-            for process in self.ranks[:size]:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps([size, given]) + "\n")
-                process.stdin.flush()
+            for rank in self.ranks[:size]:
+                rank.write(json.dumps([size, given]) + "\n")
+                rank.flush()
             return [self._answer(rank, size) for rank in range(size)]
         finally:
             late.cancel()
 
     def _answer(self, rank: int, size: int) -> list[dict[str, Any]]:
-        lines = self.ranks[rank].stdout
-        assert lines is not None
-        for line in lines:
-            if line.startswith(ANSWER):
-                return list(json.loads(line.removeprefix(ANSWER)))
+        with contextlib.suppress(ConnectionError):
+            if line := self.ranks[rank].readline():
+                return list(json.loads(line))
         self.kill()
         raise AssertionError("\n".join(self._log(rank).read_text()[-4000:] for rank in range(size)))
 
     def kill(self) -> None:
-        for process in self.ranks:
-            process.kill()
+        for program in self.programs:
+            program.kill()
 
     def close(self) -> None:
-        self.kill()
-        for process in self.ranks:
-            process.communicate()
+        for program in self.programs:
+            program.close()
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.close()
         self.folder.cleanup()
 
 
@@ -156,7 +194,7 @@ def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, 
 
 def run_apart(job: dict[str, Any], size: int, environment: dict[str, str]) -> list[dict[str, Any]]:
     """What each rank says of one job, in processes that end with it: [rank]."""
-    ranks = Ranks(environment)
+    ranks = Ranks(environment, forks=False)
     try:
         return [answer for (answer,) in ranks.run([job], size)]
     finally:
@@ -480,14 +518,36 @@ def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda, "FEATURES", dataclasses.replace(cuda.FEATURES, collectives="gloo"))
 
 
-def main() -> None:
-    rank = int(sys.argv[1])
+def serve(rank: int, lines: TextIO) -> None:
     with short_warm_up(), pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1":
             emulate_gpu(patch)
-        for line in sys.stdin:
+        for line in iter(lines.readline, ""):
             size, jobs = json.loads(line)
-            print(ANSWER + json.dumps([run(job, rank, size) for job in jobs]), flush=True)
+            lines.write(json.dumps([run(job, rank, size) for job in jobs]) + "\n")
+            lines.flush()
+
+
+def main() -> None:
+    control, forks = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:] == ["forks"]
+    gc.collect()
+    gc.freeze()
+    children = list[int]()
+    while message := (received := socket.recv_fds(control, 16, 2))[0]:
+        lines, log = received[1]
+        if forks and (child := os.fork()):
+            children.append(child)
+            os.close(lines)
+            os.close(log)
+            continue
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        with socket.socket(fileno=lines) as ours:
+            serve(int(message), ours.makefile("rw"))
+        return
+    for child in children:  # of which none is reaped before, so that the numbers are still theirs
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,17 @@ from tests.kits.speculation import latent_heads
 OPTIONS = {"context_parallel": True}
 
 
-@pytest.mark.parametrize(("size", "experts"), [(2, 1), pytest.param(4, 4, marks=pytest.mark.long)])
-def test_ranks_that_divide_prompts_generate_what_one_device_does(size, experts, reference, prompts):
+@pytest.mark.parametrize(
+    ("name", "size", "experts"),
+    [
+        ("deepseek-v3.2", 2, 1),
+        ("mistral-large4", 2, 2),
+        pytest.param("deepseek-v3.2", 4, 4, marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_divide_prompts_generate_what_one_device_does(name, size, experts, reference, prompts):
     """In chunks beside which others decode; with experts in both divisions."""
-    model, texts = reference("parallel-deepseek-v3.2"), prompts(70, 90, 80)
+    model, texts = reference(f"parallel-{name}"), prompts(70, 90, 80)
     job = {"model": str(model.path), "prompts": texts, "new": 8, "chunk": 67}
     jobs = [job | {"options": OPTIONS | {"ep_size": experts}}, job | {"prompts": texts[:1], "new": 1}]
     for divided, heads in run_ranks(jobs, size):

@@ -14,7 +14,9 @@ from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
 from kernels.models.config import ModelConfig, QueryGrowth, local_config
 from kernels.models.config_loader import parse_config
+from kernels.models.layers.lightning import LightningConfig
 from kernels.models.layers.rotary import alibi_slopes
+from kernels.models.minimax import MiniMaxConfig
 from kernels.models.registry import BUILT_IN, caches
 from kernels.models.step3p5 import Step3p5Config
 from tests.kits.driver import COMMON, DBRX, LONGCAT, YARN_ROPE
@@ -51,6 +53,12 @@ def read(architecture: str, **more: object) -> ModelConfig:
         ("LongcatFlash", LONGCAT | {"zero_expert_type": "copy"}, "zero_expert_type 'copy' is not supported"),
         ("HunYuanDenseV1", {"use_cla": True}, "use_cla True is not supported; False is"),
         ("HunYuanDenseV1", {"use_qk_norm": False}, "use_qk_norm False is not supported; True is"),
+        (
+            "MiniMaxText01",
+            EXPERTS | {"postnorm": False},
+            "postnorm False is not supported; MiniMax-Text is run with True",
+        ),
+        ("MiniMaxText01", EXPERTS | {"attn_type_list": [0, 1]}, "attn_type_list must say 0 or 1 for each layer"),
         ("Phimoe", EXPERTS | {"rope_scaling": OTHER_SCALES}, "another short_mscale than long_mscale"),
         ("MiMoV2Flash", SPARSE | {"rope_parameters": OTHER_PARTS}, "rotates other parts of heads in windows"),
         ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is for embeddings"),
@@ -150,6 +158,16 @@ def test_slopes_of_heads_are_those_of_the_paper(heads: int) -> None:
     assert slopes[:power] == pytest.approx([2 ** (-8 * head / power) for head in range(1, power + 1)])
     between = [2 ** (-8 * head / (2 * power)) for head in range(1, 2 * power + 1)][::2]
     assert slopes[power:] == pytest.approx(between[: heads - power])
+
+
+def test_published_keys_of_minimax_text_are_those_of_transformers() -> None:
+    factors = ("linear_attention_alpha", "linear_attention_beta", "full_attention_alpha", "full_attention_beta")
+    more = {f"layernorm_{name}": 1.5 + place for place, name in enumerate((*factors, "mlp_alpha", "mlp_beta"))}
+    published = {"attn_type_list": [0, 0, 0, 1], "head_dim": 16, "rotary_dim": 8, "postnorm": True}
+    found = read("MiniMaxText01", **EXPERTS, **more, **published)
+    assert isinstance(found, MiniMaxConfig)
+    assert (found.recurrent, found.factors) == ({0, 1, 2}, (1.5, 2.5, 3.5, 4.5, 5.5, 6.5))
+    assert (found.recurrence, found.rotary_dim) == (LightningConfig(4, 16, 4), 8)
 
 
 def test_published_names_of_mimo_v2_are_read() -> None:

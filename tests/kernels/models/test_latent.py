@@ -20,6 +20,7 @@ from kernels.devices import latent_attention
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.adapters import save_adapter
 from tests.kits.driver import COMMON, DEEPSEEK, DEEPSEEK_V4
 from tests.kits.parity import scored
 from tests.kits.quantized import fp8_blocks, rewrite
@@ -113,7 +114,7 @@ def test_answers_of_vectors_in_few_bits_are_close(name, dtype, error, reference,
     assert driver.info.cache_token_bytes == 3 * bytes_
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm5"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm5", "mistral-large4"])
 def test_narrow_vectors_serve_mixed_steps_alike(name, reference, drive, prompts):
     model, texts = reference(name), prompts(20, 70, 33)
     alone = []
@@ -186,13 +187,20 @@ def test_layers_of_experts_follow_config_json():
     ("options", "named"),
     [
         ({"page_size": 2}, "--page-size"),
-        ({"adapters": AdapterSettings(max_rank=4, max_batch=2)}, "--enable-lora"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
     ],
 )
 def test_compressed_attention_refuses_what_it_does_not_run_with(options, named, reference, drive):
     with pytest.raises(ConfigError, match=named):
         drive(reference("deepseek-v4").path, **options)
+
+
+def test_an_adapter_of_products_by_group_is_refused(reference, drive, tmp_path):
+    path = reference("deepseek-v4").path
+    driver = drive(path, adapters=AdapterSettings(max_rank=4, max_batch=2))
+    file = save_adapter(tmp_path / "adapter", {"model.layers.1.self_attn.o_a_proj": (24, 32)}, 1)
+    with pytest.raises(ConfigError, match=r"o_a_proj takes no adapters: it is a product for each group of heads"):
+        driver.runner.load_adapter(1, str(file))
 
 
 def test_a_rate_of_deepseek_v4_that_is_no_number_is_named():

@@ -14,7 +14,7 @@ import pytest
 from kernels.contract.caches import CacheGroup, Paged, State, Window
 from kernels.contract.errors import ConfigError
 from kernels.models import lfm3
-from kernels.models.config import local_config
+from kernels.models.config import RopeConfig, local_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kits.driver import BAMBA, COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, LFM3, NEMOTRON
@@ -54,6 +54,15 @@ def test_each_kind_of_layer_keeps_what_it_needs(reference):
     assert lfm2 == (CacheGroup(attention, (2,)), CacheGroup(State(((2, 48),)), (0, 1, 3)))
 
 
+def test_lfm3_rotates_whole_heads_of_layers_with_a_window():
+    """As transformers, which reads no ``partial_rotary_factor`` there, and rotations of the kinds of layers alone."""
+    local, full = {"rope_theta": 77.0, "partial_rotary_factor": 0.5}, {"rope_theta": 900.0}
+    both = parse("Lfm3ForCausalLM", rope_parameters={"full_attention": full, "sliding_attention": local})
+    assert both.rope == RopeConfig(77.0)
+    one = parse("Lfm3ForCausalLM", layer_types=5 * ["full_attention"], rope_parameters={"full_attention": full})
+    assert one.ropes[0] == both.ropes[2]
+
+
 def test_published_spellings_of_layers_are_read():
     given = {"layers_block_type": None, "hybrid_override_pattern": "M-*ME", "attention_head_dim": 16, "head_dim": None}
     assert parse("NemotronHForCausalLM", **given) == parse("NemotronHForCausalLM")
@@ -64,7 +73,8 @@ def test_published_spellings_of_layers_are_read():
 
 
 def test_lfm3_alternates_attention_where_config_json_names_no_kinds():
-    own = lfm3.caches(parse("Lfm3ForCausalLM", layer_types=None, num_hidden_layers=7, sliding_window=None))
+    raw = {key: value for key, value in LFM3.items() if key not in ("layer_types", "sliding_window")}
+    own = lfm3.caches(parse_config(COMMON | raw | {"architectures": ["Lfm3ForCausalLM"], "num_hidden_layers": 7}))
     attention = Paged(2, 16, 16)
     groups = CacheGroup(attention, (2, 6)), CacheGroup(Window(attention, 256), (4,))
     assert own == (*groups, CacheGroup(State(((6, 48),)), (0, 1, 3, 5)))
@@ -92,6 +102,7 @@ def test_an_infinite_step_is_read_in_each_spelling(text):
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["conv"] * 3}, "layer_types must say"),
         ("Lfm2ForCausalLM", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers"),
         ("Lfm3ForCausalLM", {"layer_types": ["full_attention"] * 4 + ["mamba"]}, "layer_types must say conv or"),
+        ("Lfm3ForCausalLM", {"sliding_window": None}, "sliding_window must not be null"),
         (
             "Lfm3ForCausalLM",
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}},

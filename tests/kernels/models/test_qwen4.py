@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, State
 from kernels.contract.errors import ConfigError
@@ -39,6 +40,24 @@ def test_long_prompts_attend_to_the_chosen_blocks(name, numbers, reference, driv
     model, (prompt,) = reference(name), prompts(240)
     found = scored(drive(model.path), prompt, [5, 135, 1, 99])
     np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
+
+
+def test_of_equal_scores_the_first_blocks_are_chosen(reference, drive, prompts, monkeypatch):
+    """However a prompt is divided: a single index head scores half of all blocks 0. transformers takes any of them."""
+    model, (prompt,) = reference("qwen4-one-index-head"), prompts(120)
+    plain = torch.Tensor.topk
+
+    def first(scores, count, **options):
+        if scores.ndim > 1:
+            return plain(scores, count, **options)
+        values, indices = scores.sort(descending=True, stable=True)
+        return SimpleNamespace(values=values[:count], indices=indices[:count])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", first)
+        expected = model.logprobs(prompt).numpy()
+    for chunks in ([120], [*40 * [1], 7, 73]):
+        np.testing.assert_allclose(scored(drive(model.path), prompt, chunks), expected, atol=2e-3, rtol=1e-4)
 
 
 def test_short_and_long_rows_share_a_step(reference, drive, prompts):

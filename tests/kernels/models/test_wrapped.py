@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import ConfigError
 from kernels.models.config_loader import read_config
-from kernels.models.registry import LANGUAGE_MODELS, find
+from kernels.models.registry import LANGUAGE_MODEL_SIZES, LANGUAGE_MODELS, find
 from kernels.weights.config_json import read_merged
 from kernels.weights.wrapped import language_model, plain_name
-from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, LLAMA3_ROPE, QWEN4, ROUTED
+from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, HUNYUAN_V4, INDEXED, LLAMA3_ROPE, QWEN4, ROUTED
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 SIGLIP = TOWER | {"image_size": 16}
@@ -37,8 +37,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # transformer
     "gemma4": ("Gemma4", ROUTED["gemma4"][1], TOWER | {"num_key_value_heads": 2, "head_dim": 8}),
     "glm4v": ("Glm4v", {"rope_parameters": PARTIAL, "head_dim": 12}, QWEN),
     "glm4v-moe": ("Glm4vMoe", DEEPSEEK | {"num_key_value_heads": 2, "rope_parameters": PARTIAL, "head_dim": 12}, QWEN),
+    "hunyuan-v4-vl": (
+        "HYV4VL",
+        {key: size for key, size in HUNYUAN_V4.items() if key != "attn_implementation"}
+        | {"rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1]}},
+        TOWER | {"out_hidden_size": 48},
+    ),
     "llava": ("Llava", {"model_type": "llama"}, SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, SIGLIP),
+    "mistral-large4": (  # under the vendor's names, with what its config.json leaves out
+        "MistralLarge4",
+        {key: size for key, size in INDEXED.items() if key != "q_lora_rank"} | {"num_hidden_layers": 4},
+        SIGLIP | {"model_type": "pixtral"},
+    ),
     "ministral3": ("Mistral3", DENSE["ministral3"][1] | {"model_type": "ministral3"}, SIGLIP),
     "qwen2-vl": ("Qwen2VL", {"rope_parameters": SECTIONS}, QWEN),
     "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": SECTIONS}, QWEN),
@@ -155,6 +166,20 @@ def test_sizes_that_llava_leaves_out_are_those_of_llama_2(tmp_path):
     config = read_config(tmp_path)
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (32064, 4096, 11008)
     assert (config.layers, config.heads, config.kv_heads, config.max_positions) == (32, 32, 32, 4096)
+
+
+def test_sizes_that_mistral_large_4_leaves_out_are_transformers_defaults(tmp_path):
+    text = {"model_type": "mistral_large4_text"}
+    raw = {"architectures": ["MistralLarge4ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_config(tmp_path)
+    assert (config.layers, config.heads, config.max_positions, config.norm_eps) == (72, 64, 1 << 20, 1e-5)
+    assert (config.rope.factor, config.logit_softcap, sorted(config.unrotated)[:2]) == (2048.0, 30.0, [3, 7])
+    if not hasattr(transformers, "MistralLarge4TextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no MistralLarge4")
+    defaults = transformers.MistralLarge4TextConfig()
+    sizes = LANGUAGE_MODEL_SIZES["mistral_large4_text"]
+    assert {key: getattr(defaults, key) for key in sizes} == sizes
 
 
 def test_every_language_model_has_a_family():

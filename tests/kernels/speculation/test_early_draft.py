@@ -97,7 +97,7 @@ def test_drafts_after_a_pass_that_accepts(name, topk, nodes, most, forced, sampl
     assert set(alone) <= {5}  # more rows than there are such passes for
     if samplings is GREEDY:
         assert len(behind) >= 10
-        assert len(alone) > 5 or most < 5
+        assert len(alone) > 2 or most < 5
 
 
 def verified_trees(monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
@@ -20,6 +21,8 @@ from kernels.speculation import verify
 from tests.kits.speculation.latent_heads import with_head
 
 LAYERS = {"deepseek-v3": DeepseekV3DecoderLayer, "glm4-moe": Glm4MoeDecoderLayer}
+if hasattr(transformers, "BailingHybridConfig"):
+    LAYERS["ling3"] = transformers.models.bailing_hybrid.modeling_bailing_hybrid.BailingHybridDecoderLayer
 DRAFTED = LAYERS | {"deepseek-v3.2": DeepseekV32DecoderLayer}
 SETTINGS = SpeculativeSettings("MTP", num_steps=3, topk=1, num_draft_tokens=4)
 
@@ -81,7 +84,7 @@ def test_trees_of_a_head_change_no_token(name, reference, drive, prompts, tmp_pa
         assert driver.tokens[slot] == model.greedy(text, len(driver.tokens[slot]))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2", "glm5"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2", "glm5", "mistral-large4"])
 def test_accepted_ngrams_are_what_the_model_says(name, reference, drive, prompts, monkeypatch):
     """The suffixes of the answer were seen with other tokens behind them, too: accepted nodes stand beside wrong ones,
     and their vectors are moved."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import pytest
 import torch
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
-from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.speculation.gated_heads import nested
 from tests.kits.speculation.step_heads import Heads
 
@@ -80,15 +78,6 @@ def test_half_precision_changes_no_token_either(reference, drive, prompts, tmp_p
     assert made[0] == made[1] == made[2]
 
 
-def test_two_ranks_draft_as_one_device_does(reference, prompts, tmp_path):
-    model, texts = reference("parallel-step3p5"), prompts(20, 40, seed=3)
-    Heads(model, tmp_path / "model")
-    settings = msgspec.to_builtins(ONE)
-    job = {"model": str(tmp_path / "model"), "prompts": texts, "length": 60, "speculation": settings}
-    (first,), (second,) = run_ranks([job])
-    assert first["tokens"] == second["tokens"] == [model.greedy(text, 60) for text in texts]
-
-
 def test_lists_without_an_entry_for_a_head_are_named(reference, drive, tmp_path):
     Heads(reference("step3p5"), tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -96,3 +85,14 @@ def test_lists_without_an_entry_for_a_head_are_named(reference, drive, tmp_path)
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="rope_theta has no entry of layer 4, a head for later tokens"):
         drive(tmp_path / "model", speculation=ONE)
+
+
+def test_heads_of_several_windows_are_not_run_together(reference, drive, tmp_path):
+    """Each runs alone."""
+    Heads(reference("step3p5"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["layer_types"][5] = "full_attention"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"differ in their window or other sizes.*leave --enable-multi-layer-eagle"):
+        drive(tmp_path / "model", speculation=SEVERAL)
+    drive(tmp_path / "model", speculation=ONE)

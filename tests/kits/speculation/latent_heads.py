@@ -11,6 +11,14 @@ from safetensors.torch import load_file, save_file
 
 __all__ = ["with_head"]
 
+_LING3 = {
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+    ".expert_bias": ".e_score_correction_bias",
+    ".final_layernorm.": ".shared_head.norm.",
+}
+"""Published names, and those of DeepSeek's layers."""
+
 
 def with_head(model: Any, kind: type[torch.nn.Module], path: Path) -> tuple[dict[str, torch.Tensor], Any]:
     """A copy at ``path`` of the checkpoint of ``model`` with a head behind its last layer, a layer of this
@@ -35,5 +43,8 @@ def with_head(model: Any, kind: type[torch.nn.Module], path: Path) -> tuple[dict
         gate, up = both.data.chunk(2)
         for part, value in (("gate", gate), ("up", up), ("down", down.data)):
             held[f"{prefix}.mlp.experts.{expert}.{part}_proj.weight"] = value
+    if config.model_type == "bailing_hybrid":
+        for published, name in _LING3.items():
+            held = {key.replace(name, published) if key.startswith(prefix) else key: held[key] for key in held}
     save_file({key: value.clone().contiguous() for key, value in held.items()}, path / "model.safetensors")
     return head, layer

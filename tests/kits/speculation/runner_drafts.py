@@ -32,7 +32,7 @@ PROMPTS = [
 
 SAMPLINGS = [SlotSampling(temperature=0.0)] * 3 + [SlotSampling(temperature=0.9, seed=4)] * 2
 
-LENGTH = 60
+LENGTH = 48
 
 
 class Known:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.models.config_loader import parse_config
 from kernels.models.step3p5 import head_config, head_tensors
 from tests.kits.published import step3p5_stream
 
@@ -31,9 +32,10 @@ class Heads:
         (path / "config.json").write_text(json.dumps(self.config))
         self.weights, hidden = load_file(path / "model.safetensors"), self.config["hidden_size"]
         generator = torch.Generator().manual_seed(3)
+        sizes = parse_config(self.config)
         for index in (4, 5):
             name = f"model.layers.{index}"
-            shapes = {spec.name: spec.shape for spec in head_tensors(head_config(self.config, index), name)}
+            shapes = {spec.name: spec.shape for spec in head_tensors(head_config(self.config, sizes, name), name)}
             shapes |= {
                 f"{name}.{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "transformer.shared_head.norm")
             }

@@ -153,10 +153,10 @@ export class Graph {
     const busy = Math.max(...actors.map((actor) => this.history.busy(actor.name)));
     box.group.dataset.state = state;
     box.group.classList.toggle("struck", struck);
-    say(box.title, actors.length > 1 ? `${TITLES[name]}s ×${actors.length}` : TITLES[name]);
     say(box.badge, restarts ? `↻ ${restarts}` : "");
     say(box.words, this.wordsOf(name, state, actors));
-    say(box.depth, depth ? `${count(depth)} in mail` : "");
+    // Of several actors the pips alone show the mail: a line has no room for both.
+    say(box.depth, actors.length > 1 ? `×${actors.length}` : depth ? `${count(depth)} in mail` : "");
     box.busy.setAttribute("width", String((name === "worker" ? this.device() : busy) * this.inside));
     box.pips.forEach((pip, at) => pip.classList.toggle("on", at < pipsOf(depth)));
   }

@@ -68,7 +68,8 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
-        if self._scratch is None or not isinstance(cache, Tensor):
+        fits = queries.shape[2] > heads.keys.shape[1] and heads.sinks is None  # kernels read a rotated part
+        if self._scratch is None or not isinstance(cache, Tensor) or not fits:
             return super().attend_latent(queries, cache, batch, heads, scale)
         step, plan = batch.plans[0], self._latent_plan
         if plan is None or plan.step is not step:  # one for all layers of a step

@@ -9,13 +9,14 @@ from app.understudy.drafts import DRAFTS, draft_path
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.devices.npu.native_attention import native_attention
+from tests.kits.speculation import step_heads
 from tests.kits.speculation.dflash import DFLASH, SHAPES, block
 from tests.kits.speculation.drafting import Plain, make_target, seeded, write
+from tests.kits.speculation.family_heads import Heads
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
 from tests.kits.speculation.oracles import run_mixed
 from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS, SAMPLINGS, compare, eagle_chain
-from tests.kits.speculation.step_heads import Heads
 
 OPTIONS = {"device": "npu", "page_size": 128, "max_step_tokens": 64, "max_total_tokens": 8 * 128, "max_slots": 5}
 
@@ -28,11 +29,23 @@ def test_heads(name, drive, tmp_path):
     )
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_heads_of_a_family_that_read_states_before_the_norm(several, reference, drive, prompts, tmp_path):
-    """Step 3.5's, whose layers have windows, by one head for all steps, and by one for each."""
-    model, (text,) = reference("step3p5"), prompts(40)
-    Heads(model, tmp_path / "model")
+@pytest.mark.parametrize(
+    ("name", "several"),
+    [
+        ("step3p5", False),
+        ("step3p5", True),
+        ("mimo-v2-flash", False),
+        ("mimo-v2-flash", True),
+        ("longcat-flash", False),
+    ],
+)
+def test_heads_of_families(name, several, reference, drive, prompts, tmp_path):
+    """Step 3.5's and MiMo-V2's, whose layers have windows, by one head for all steps, and by one for each."""
+    model, (text,) = reference(name), prompts(40)
+    if name == "step3p5":
+        step_heads.Heads(model, tmp_path / "model")
+    else:
+        Heads(name, model, tmp_path / "model", 1 + several)
     settings = SpeculativeSettings("MTP", num_steps=2, topk=1, num_draft_tokens=3, multi_layer=several)
     driver = drive(tmp_path / "model", speculation=settings, **OPTIONS)
     driver.admit(1, text)

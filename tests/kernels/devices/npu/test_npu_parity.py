@@ -20,7 +20,15 @@ from tests.kits.speculation.oracles import Oracle, draft_with
 
 PAGE = 128
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
-SIXTEEN_BITS = ("wide-deepseek-v3", "wide-kimi", "wide-deepseek-v3.2", "gemma4-moe", "gpt-oss", "llama4-full")
+SIXTEEN_BITS = (
+    "wide-deepseek-v3",
+    "wide-kimi",
+    "wide-deepseek-v3.2",
+    "wide-mistral-large4",
+    "gemma4-moe",
+    "gpt-oss",
+    "llama4-full",
+)
 CHUNKED = {"llama4": {"page_size": 32}}
 """Attention to chunks of 32 tokens: pages divide them."""
 

@@ -285,6 +285,49 @@ def test_a_table_of_experts_has_no_rows_of_the_dense_model(capsys):
     assert "no model of experts is written as gguf-iq1_s" in capsys.readouterr().err
 
 
+def in_one_tensor(source, target, rows, fused):
+    """Experts in fp8 of blocks of ``rows`` by 16, all of a layer in one tensor. ``fused``: blocks are those of gate's
+    rows and then up's, else each has its own."""
+    blocks, settings = fp8_blocks(rows, 16), {"quant_method": "fp8", "weight_block_size": [rows, 16]}
+    path = rewrite(source, target, lambda module, weight: {f"{module}.weight": weight}, settings)
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(3):
+        block = f"model.layers.{layer}.mlp.experts"
+        for name in ("gate_up_proj", "down_proj"):
+            parts = [
+                [
+                    tensors.pop(f"{block}.{expert}.{part}.weight")
+                    for part in (("gate_proj", "up_proj") if "up" in name else (name,))
+                ]
+                for expert in range(7)
+            ]
+            made = [[blocks("", x) for x in ([torch.cat(each)] if fused else each)] for each in parts]
+            for kind, end in ((".weight", ""), (".weight_scale_inv", "_scale_inv")):
+                tensors[f"{block}.{name}{end}"] = torch.stack([torch.cat([one[kind] for one in each]) for each in made])
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(("rows", "fused"), [(16, True), (24, False)])
+def test_blocks_of_experts_in_one_tensor_are_read(rows, fused, reference, drive, tmp_path):
+    source = reference("parallel-moe").path
+    path = in_one_tensor(source, tmp_path / "words", rows, fused)
+    settings = {"quant_method": "fp8", "weight_block_size": [rows, 16]}
+    floats = experts_only(
+        stands_for(fp8_blocks(rows, 16), settings), lambda module, weight: {f"{module}.weight": weight}
+    )
+    np.testing.assert_allclose(
+        scores(drive(path)), scores(drive(rewrite(source, tmp_path / "floats", floats))), atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("rows", [24, 20])
+def test_blocks_of_rows_of_two_projections_are_refused(rows, reference, drive, tmp_path):
+    path = in_one_tensor(reference("parallel-moe").path, tmp_path, rows, True)
+    with pytest.raises(LoadError, match=rf"experts\.gate_up_proj_scale_inv has a scale for each {rows} of the 64 rows"):
+        drive(path)
+
+
 @pytest.mark.long
 def test_two_ranks_generate_what_one_generates(reference, drive, prompts, tmp_path):
     source, texts = reference("parallel-moe").path, prompts(5, 23)

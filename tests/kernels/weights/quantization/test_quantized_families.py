@@ -15,6 +15,7 @@ from kernels.contract.errors import LoadError
 from kernels.contract.step import SlotSampling
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.modelslim import write
+from tests.kits.parity import scored
 from tests.kits.quantized import fp8_blocks, fp8_rows, rewrite
 from tests.kits.quantized_words import awq, dequantized, gptq, packed
 
@@ -36,7 +37,7 @@ LAYOUTS = {
     "compressed-tensors": (packed(4, 16), PACKED, dequantized(4, 16, True)),
 }
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "minicpm3"]
+LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "minicpm3", "mistral-large4"]
 SPARSE = ["glm4-moe", "minimax-m2", "olmoe", "qwen3-moe"]
 FAMILIES = [f"sixteens-{name}" for name in (*LATENT, *SPARSE)]
 """Whose sizes are multiples of 16."""
@@ -88,6 +89,33 @@ def test_modelslim_is_near_its_floats(name, experts, reference, drive, tmp_path)
     result, expected = (scores(drive(path)) for path in write(reference(name).path, tmp_path, kind))
     spread = np.abs(expected - expected.mean()).mean()
     assert 0 < np.abs(result - expected).mean() < 0.35 * spread
+
+
+LOSSES = {"bamba": (4, 9), "deepseek-v4": (2.5, 5), "falcon": (3, 7), "lfm3": (3.5, 8.5), "qwen4": (2.5, 4)}
+"""What int8 and fp8 may lose, in multiples of what bfloat16 does."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_eight_bits_lose_a_few_times_what_bf16_does(name, reference, drive, prompts):
+    """A small Qwen 4 turns any rounding into a large difference: its choices of blocks and experts, and its gates of
+    n-grams, jump. So losses are compared with those of bfloat16, and over several prompts."""
+    path, texts = reference(name).path, [prompts(60, seed=seed)[0] for seed in range(3)]
+
+    def found(**options):
+        driver = drive(path, **options)
+        results = []
+        for text in texts:
+            results.append(scored(driver, text, [60]))
+            driver.release(1)
+        return np.concatenate(results)
+
+    exact = found()
+    half, *eights = (
+        np.abs(found(**options) - exact).mean()
+        for options in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "fp8"})
+    )
+    for lost, times in zip(eights, LOSSES[name], strict=True):
+        assert 0.5 * half < lost < times * half
 
 
 BROKEN = {
