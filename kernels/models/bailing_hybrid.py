@@ -128,11 +128,13 @@ def _delta_layers(raw: ConfigReader) -> frozenset[int]:
 
 
 def _bound(raw: ConfigReader) -> float:
-    """``kda_lower_bound``; 0 without ``kda_safe_gate``."""
+    """``kda_lower_bound``, which is read only with ``kda_safe_gate``; else 0."""
+    if not raw.flag("kda_safe_gate", True):
+        return 0.0
     value = raw.raw.get("kda_lower_bound", -5.0)
     if not isinstance(value, int | float) or isinstance(value, bool) or not value < 0:
         raise ConfigError(f"config.json: kda_lower_bound must be a number below 0, and is {value!r}")
-    return float(value) if raw.flag("kda_safe_gate", True) else 0.0
+    return float(value)
 
 
 def _limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
