@@ -95,7 +95,7 @@ def config(raw: ConfigReader) -> ModelConfig:
             f"config.json: moe_shared_expert_intermediate_size {inner} is not supported; Ling 3 is run with "
             f"moe_intermediate_size, {experts.inner}"
         )
-    plain = reader.latent_decoder(experts=experts)
+    plain = reader.latent_decoder(experts=dataclasses.replace(experts, wide_router=True))
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return BailingHybridConfig(
         **fields | {"recurrence": _delta(reader), "recurrent": _delta_layers(reader)},

@@ -59,7 +59,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     raw = ConfigReader(given, raw.architecture)
     experts = raw.deepseek_experts(raw.later_layers(1), "softmax", pair_sum=True)
     plain = raw.indexed_decoder(
-        experts=dataclasses.replace(experts, normalized=True), eps=1e-5, index_interleaved=True, own_queries=True
+        experts=dataclasses.replace(experts, normalized=True, wide_router=True), eps=1e-5, index_interleaved=True, own_queries=True
     )
     unrotated = _unrotated(raw)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}

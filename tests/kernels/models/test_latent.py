@@ -227,3 +227,14 @@ def test_published_names_of_deepseek_v4_are_read(reference, drive, prompts, tmp_
     save_file(published, copy / "model.safetensors", {"format": "pt"})
     expected = scored(drive(model.path), prompt, [40])
     assert (scored(drive(copy), prompt, [40]) == expected).all()
+
+
+@pytest.mark.parametrize(("name", "layer"), [("ling3", 2), ("mistral-large4", 2)])
+def test_routers_stay_in_float32_where_they_were_trained_so(name, layer, reference, drive):
+    """Logits in bfloat16, or of rounded weights, choose other experts of some tokens."""
+    model = reference(name)
+    router, hidden = model.model.model.layers[layer].mlp.gate, model.model.config.hidden_size
+    x = torch.randn(500, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = router(x.float())[2].sort(1).values
+    feed_forward = drive(model.path, dtype="bfloat16").runner._loaded.model.layers[layer].mlp
+    assert torch.equal(feed_forward.experts.choose(x).long().sort(1).values, expected)
