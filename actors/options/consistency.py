@@ -127,6 +127,8 @@ def _needs(arguments: Arguments) -> Iterator[str]:
         yield "enable_dynamic_batch_tokenizer contradicts disable_tokenizer_batch_encode; leave one out"
     if arguments.skip_server_warmup and arguments.warmups != ("generate",):
         yield "warmups contradicts skip_server_warmup; leave one out"
+    if arguments.served_model_name == ():
+        yield "served_model_name must not be empty; leave it out for the default"
     soft = arguments.soft_watchdog_timeout
     if soft is not None and soft >= arguments.watchdog_timeout:
         yield (

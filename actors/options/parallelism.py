@@ -59,6 +59,7 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="Devices and kernels",
+            aliases=("enable-ep-moe",),
             help="Divide experts over all devices of --tensor-parallel-size: the same as --expert-parallel-size with "
             "its number.",
         ),
@@ -275,6 +276,7 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
         Literal["cache_aware", "total_tokens", "total_requests", "round_robin"],
         ArgumentSpec(
             group="Devices and kernels",
+            synonyms={"auto": "cache_aware", "shortest_queue": "total_requests", "minimum_tokens": "total_tokens"},
             help="How the replica of a request is chosen: the one that has seen most of its prefix unless it has much "
             "more to do than the others (cache_aware), the one with the fewest tokens or requests, or in turn.",
         ),

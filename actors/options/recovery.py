@@ -18,7 +18,7 @@ class RecoveryArguments(SchedulingArguments, frozen=True, kw_only=True):
         ArgumentSpec(
             group="Runtime",
             minimum=0.0,
-            maximum=86400.0,
+            maximum=31536000.0,  # a year: recipes turn the watchdog off with a number that is never reached
             above=True,
             metavar="SECONDS",
             help="An actor that handles one message for longer than this is considered hung: it is killed and "

@@ -215,6 +215,12 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Parallelism",
+        reason="one argument says how tokens travel to their experts",
+        remedy="use --moe-a2a-backend deepep with --expert-parallel-size",
+        flags=("enable-deepep-moe",),
+    ),
+    RefusedNames(
+        group="Parallelism",
         reason="the device decides how experts run, also shared ones",
         remedy="leave it out",
         flags=("enable-flashinfer-allreduce-fusion", "disable-shared-experts-fusion"),
@@ -308,8 +314,8 @@ _TABLE: tuple[RefusedNames, ...] = (
         ),
         unset=("triton-attention-split-tile-size", "mla-chunk-multiplier"),
         values={
-            "nsa-prefill-backend": "flashmla_sparse",
-            "nsa-decode-backend": "fa3",
+            "nsa-prefill-backend nsa-prefill": "flashmla_sparse",
+            "nsa-decode-backend nsa-decode": "fa3",
             "triton-attention-num-kv-splits": 8,
         },
     ),
@@ -716,7 +722,8 @@ _TABLE: tuple[RefusedNames, ...] = (
         group="Graphs",
         reason="compiling the model is not built yet",
         remedy="leave it out; --cuda-graph-bs and --enforce-eager control graphs",
-        unset=("compilation-config", "optimization-level", "performance-mode", "additional-config"),
+        flags=("o0", "o1", "o2", "o3"),
+        unset=("compilation-config cc", "optimization-level o", "performance-mode", "additional-config"),
     ),
     RefusedNames(
         group="Graphs",
@@ -829,6 +836,12 @@ _TABLE: tuple[RefusedNames, ...] = (
         remedy="use --log-level, --log-level-http, --log-format",
         flags=("aggregate-engine-logging", "enable-logging-iteration-details"),
         unset=("log-config-file",),
+    ),
+    RefusedNames(
+        group="Logging",
+        reason="times of parts of the code are not logged",
+        remedy="use --enable-trace for the times of each request, or --enable-metrics for the times of all",
+        flags=("show-time-cost",),
     ),
     RefusedNames(
         group="Logging",

@@ -162,7 +162,9 @@ def _possible(ends: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     result = tuple(token for token in ends if 0 <= token < (vocab_size or token + 1))
     if result != ends:
         _log.warning(
-            "eos_token_id has ids outside of the %d tokens of the model, which end nothing: %s", vocab_size, ends
+            "eos_token_id has ids that are no tokens of the model and are ignored: %s (vocab_size: %s)",
+            ", ".join(str(token) for token in ends if token not in result),
+            vocab_size or "unknown",
         )
     return result
 

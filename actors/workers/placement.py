@@ -35,6 +35,7 @@ _PLURALS = {"npu": "NPUs", "cuda": "GPUs"}
 _DEVICE_FILES = Path("/dev")
 _PAGE_SIZES = {"cpu": 16, "npu": 128, "cuda": 64}
 _CHUNK_SIZES = {"cpu": 512, "npu": 512, "cuda": 2048}
+_MAX_HCCL_SECONDS = 17340.0  # the longest HCCL_EXEC_TIMEOUT that every NPU takes
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -91,7 +92,8 @@ class Placement(msgspec.Struct, frozen=True):
         added[variable] = visible[index] if visible else str(index)
         if self.device == "cuda":
             return added
-        defaults = {"HCCL_EXEC_TIMEOUT": str(max(30, int(0.8 * patience))), "HCCL_CONNECT_TIMEOUT": "120"}
+        patience = min(_MAX_HCCL_SECONDS, max(30.0, 0.8 * patience))
+        defaults = {"HCCL_EXEC_TIMEOUT": str(int(patience)), "HCCL_CONNECT_TIMEOUT": "120"}
         if not self.simulator:
             defaults["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
         return added | {name: value for name, value in defaults.items() if name not in environ}

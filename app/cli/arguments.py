@@ -24,7 +24,7 @@ from app.understudy import MODEL_DIR
 from app.understudy.adapters import adapter_names, included_adapter, is_included_model
 from app.understudy.drafts import draft_arguments
 
-__all__ = ["ENVIRONMENT_NAME", "load_arguments"]
+__all__ = ["ENVIRONMENT_NAME", "load_arguments", "with_spelled_names"]
 
 ENVIRONMENT_NAME = "TROUPE_ARGS"
 MAX_FILE_BYTES = 1 << 20
@@ -87,14 +87,14 @@ def load_arguments(
     try:
         return Arguments(**_with_adapters(_with_draft(values)))
     except ArgumentError as error:
-        raise ArgumentError([_with_spelled_names(problem) for problem in error.problems]) from None
+        raise ArgumentError([with_spelled_names(problem) for problem in error.problems]) from None
 
 
 def _spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _with_spelled_names(problem: str) -> str:
+def with_spelled_names(problem: str) -> str:
     """The sentence, whose fields of Arguments are spelled as options: ``--nccl-port`` for ``nccl_port``.
 
     Only ``nnodes``, names of several words, and one that begins the sentence are replaced: others may be plain words.

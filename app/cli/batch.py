@@ -26,7 +26,7 @@ from app.apis.batches.lines import (
     read_lines,
     result_line,
 )
-from app.cli.arguments import load_arguments
+from app.cli.arguments import load_arguments, with_spelled_names
 from app.cli.client import ApiClient, ClientError, error_message
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def batch(words: Sequence[str]) -> int:
             run = _Run(source, done, progress, tokens, good.write, bad.write)
             asyncio.run(run.all(connection, given.at_once))
     except ArgumentError as error:
-        return _wrong(*error.problems)
+        return _wrong(*map(with_spelled_names, error.problems))
     except OSError as error:
         return _wrong(f"{error.filename}: {error.strerror}")
     except ValueError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.options import ArgumentError, Arguments
-from app.cli.arguments import load_arguments
+from app.cli.arguments import load_arguments, with_spelled_names
 from app.cli.help import overview, serve_help
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status, reason = runner.run(run())
     except ArgumentError as error:  # known only to the engine, such as an extra that is not installed
-        return _usage_error(error.problems, "All arguments: troupe serve --help")
+        return _wrong_arguments(error)
     if status == USAGE:
         for handler in log.handlers:
             handler.flush()  # the reason comes last
@@ -176,7 +176,9 @@ def _run_node(arguments: Arguments) -> int:
     except ModelDownloadError as error:
         log.error("%s", error)
         return FAILED
-    except ValueError as error:  # a wrong argument, or no model
+    except ArgumentError as error:
+        return _wrong_arguments(error)
+    except ValueError as error:  # no model
         return _usage_error([str(error)], "All arguments: troupe serve --help")
     except NodeError as error:
         log.error("%s", error)
@@ -191,6 +193,11 @@ def _configure_logging(arguments: Arguments) -> None:
 
     logging.captureWarnings(True)
     set_up_logging(arguments)
+
+
+def _wrong_arguments(error: ArgumentError) -> int:
+    problems = [with_spelled_names(problem) for problem in error.problems]
+    return _usage_error(problems, "All arguments: troupe serve --help")
 
 
 def _usage_error(problems: Sequence[str], hint: str) -> int:

@@ -86,7 +86,7 @@ def _refusals(columns: int) -> Iterable[str]:
         members = [refusal for refusal in REFUSALS if refusal.group == group]
         for reason, remedy in dict.fromkeys((member.reason, member.remedy) for member in members):
             names = [
-                f"--{name}"
+                f"--{name}" if len(name) > 2 else f"-{name}"
                 for member in members
                 if (member.reason, member.remedy) == (reason, remedy)
                 for name in (member.name, *member.aliases)

@@ -62,9 +62,16 @@ def describe_validation_error(error: str, kind: type[msgspec.Struct], body: obje
         return FieldError(path, f"{path}: there is no such field; {remedy}", "unsupported_parameter")
     path = _path(steps)
     start = f"{path}: " if path else "The body: "
-    return FieldError(
-        path, start + _explanation(sentence, _expected(kind, steps), _ABSENT if is_key else _at(body, steps), is_key)
-    )
+    explanation = _explanation(sentence, _expected(kind, steps), _ABSENT if is_key else _at(body, steps), is_key)
+    # What null means in an entry of a list is not a default: a message without content says nothing.
+    has_default = "null" in _allowed(sentence) and not any(isinstance(step, int) for step in steps)
+    return FieldError(path, start + explanation + (" Leave the field out for its default." if has_default else ""))
+
+
+def _allowed(sentence: str) -> list[str]:
+    """msgspec's names of the types that a value of a wrong type may have instead; empty for other errors."""
+    wrong = _EXPECTED.match(sentence)
+    return [] if wrong is None else wrong.group("kinds").split(" | ")
 
 
 def _explanation(sentence: str, expected: tuple[inspect.Type, ...], value: object, is_key: bool) -> str:
@@ -74,12 +81,11 @@ def _explanation(sentence: str, expected: tuple[inspect.Type, ...], value: objec
         given = "" if value is _ABSENT else f", not {_shown(value)}"
         return f"must be one of {', '.join(choices)}{given}. Choose one of them."
     if (wrong := _EXPECTED.match(sentence)) is not None:
-        kinds = [_KINDS.get(kind, kind) for kind in wrong.group("kinds").split(" | ")]
+        kinds = [_KINDS.get(kind, kind) for kind in _allowed(sentence)]
         named = " or ".join(name for name in kinds if name != "null")
         given = _shown(value) if isinstance(value, bool) else _KINDS.get(wrong.group("got"), wrong.group("got"))
         shown = f" ({_shown(value)})" if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
-        remedy = " Leave the field out for its default." if "null" in kinds else ""
-        return f"{subject} {named or 'null'}; you gave {given}{shown}.{remedy}"
+        return f"{subject} {named or 'null'}; you gave {given}{shown}."
     if (bound := _BOUND.match(sentence)) is not None:
         kind, sign, limit = bound.group("kind", "sign", "limit")
         quantity = "at most" if sign.startswith("<") else "at least"

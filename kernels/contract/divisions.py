@@ -21,24 +21,29 @@ _CHATGLM = {
 
 
 class Divisible:
-    """The sizes of a model that ranks divide: ``heads``, ``kv_heads``, of which ranks may share one, and ``others``."""
+    """The sizes of a model that ranks divide: ``heads``, ``kv_heads``, of which ranks may share one, and ``others``.
+    ``names``: what config.json calls some of them."""
 
-    def __init__(self, architecture: str, heads: int, kv_heads: int, others: tuple[int, ...]) -> None:
+    def __init__(
+        self, architecture: str, heads: int, kv_heads: int, others: tuple[int, ...], names: Mapping[str, str]
+    ) -> None:
         self._architecture, self._heads, self._kv_heads, self._others = architecture, heads, kv_heads, others
+        self._names = names
 
     def check(self, name: str, number: int, ranks: int) -> None:
-        """Raises ConfigError if ``ranks`` do not divide ``number``, which config.json calls ``name``."""
+        """Raises ConfigError if ``ranks`` do not divide ``number``, the size ``name``."""
         if number % ranks:
             raise ConfigError(
-                f"{name} {number} of {self._architecture} cannot be divided by --tensor-parallel-size {ranks}; "
-                f"{self._remedy()}"
+                f"{self._names.get(name, name)} {number} of {self._architecture} cannot be divided by "
+                f"--tensor-parallel-size {ranks}; {self._remedy()}"
             )
 
     def check_kv_heads(self, ranks: int) -> None:
         """Raises ConfigError if neither ranks divide the key-value heads nor these the ranks."""
         if not self._shares(ranks):
+            name = self._names.get("num_key_value_heads", "num_key_value_heads")
             raise ConfigError(
-                f"num_key_value_heads {self._kv_heads} of {self._architecture} and --tensor-parallel-size {ranks} do "
+                f"{name} {self._kv_heads} of {self._architecture} and --tensor-parallel-size {ranks} do "
                 f"not divide one another; {self._remedy()}"
             )
 
@@ -76,6 +81,7 @@ def check_divisions(config: Mapping[str, Any], architecture: str, *, stages: int
         stage_layers(layers, 0, stages)
     if heads := sizes.get("num_attention_heads"):
         kv_heads = heads if "kv_lora_rank" in config else sizes.get("num_key_value_heads", heads)
-        divisible = Divisible(architecture, heads, kv_heads, tuple(sizes[key] for key in _INNER if key in sizes))
+        others = tuple(sizes[key] for key in _INNER if key in sizes)
+        divisible = Divisible(architecture, heads, kv_heads, others, names)
         divisible.check("num_attention_heads", heads, ranks)
         divisible.check_kv_heads(ranks)

@@ -46,7 +46,7 @@ _NUMBERS = 1 << 25  # of keys and values that are made at a time
 class LatentHeads:
     """What makes keys and values of the first ``rank`` numbers of latent vectors: ``keys`` [heads, plain_dim, rank] and
     ``values`` [heads, rank, value_dim]. ``sinks`` float32 [heads]: logits beside the scores of tokens, without values.
-    ``identity``: queries are in the latent space before attention, and so are results behind it."""
+    ``identity``: queries are in the latent space before attention, and so are results after it."""
 
     keys: Tensor
     values: Tensor

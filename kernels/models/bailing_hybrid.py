@@ -6,7 +6,7 @@ In Kimi delta attention ``f`` and ``g`` have a matrix each, and decays have a lo
 
     decay = kda_lower_bound * sigmoid(exp(A_log) * (f(x) + dt_bias))
 
-Checkpoints hold a further layer for the token after the next, behind ``num_hidden_layers``.
+Checkpoints hold a further layer for the token after the next, after the first ``num_hidden_layers``.
 """
 
 from __future__ import annotations

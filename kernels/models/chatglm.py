@@ -51,9 +51,10 @@ def config(raw: ConfigReader) -> ModelConfig:
         if raw.flag(key, value) != value:
             raise ConfigError(f"config.json: {key} must be {value}, and is {raw.raw[key]!r}")
     own = {name: raw.raw.get(key, raw.raw.get(name)) for name, key in _SIZES.items()}
+    names = {**_SIZES, "num_key_value_heads": "multi_query_group_num"}
     own["num_key_value_heads"] = raw.raw.get("multi_query_group_num") if raw.flag("multi_query_attention") else None
     own["rope_theta"] = 10000.0 * raw.number("rope_ratio", 1.0)
-    plain = ConfigReader({**raw.raw, **own}, raw.architecture).decoder(
+    plain = ConfigReader({**raw.raw, **own}, raw.architecture, names).decoder(
         qkv_bias=raw.flag("add_qkv_bias", True), eps=1e-5, rotary=0.5
     )
     return dataclasses.replace(plain, rope_interleaved=True)

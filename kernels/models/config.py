@@ -220,6 +220,7 @@ class ModelConfig:
     ``first_position``: the row of an input's first token. ``shared_caches``: layers that read another's cache in place
     of one of their own, and the one whose cache each of them reads. ``code``: of a model that runs transformers'
     modeling code. ``whole_dense``: dense feed-forward layers beside those of experts are not divided over ranks.
+    ``names``: as ``ConfigReader``.
     """
 
     architecture: str
@@ -275,6 +276,12 @@ class ModelConfig:
     shared_caches: Mapping[int, int] = field(default_factory=dict)
     code: CodeModel | None = None
     whole_dense: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layers_alike(self) -> bool:
+        """Whether layers read no sizes but these, so that a stage of a pipeline can number them from 0."""
+        return type(self) is ModelConfig
 
     @property
     def attention_features(self) -> Mapping[str, str]:
@@ -385,19 +392,22 @@ def _divisible(config: ModelConfig) -> Divisible:
     sizes = config.experts
     experts = () if sizes is None else (sizes.inner // (MXFP4_BLOCK if sizes.packed else 1), sizes.shared)
     dense = () if config.whole_dense else (config.intermediate_size,)
-    return Divisible(config.architecture, config.heads, config.kv_heads, (*dense, *experts, config.vocab_size))
+    others = (*dense, *experts, config.vocab_size)
+    return Divisible(config.architecture, config.heads, config.kv_heads, others, config.names)
 
 
 class ConfigReader:
-    """A config.json object. Every method checks what it reads and raises ConfigError, naming the key."""
+    """A config.json object. Every method checks what it reads and raises ConfigError, naming the key. ``names``: what
+    the file calls some of the keys of ``raw``."""
 
-    def __init__(self, raw: Mapping[str, Any], architecture: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], architecture: str, names: Mapping[str, str] | None = None) -> None:
         self.raw = raw
         self.architecture = architecture
+        self.names = names or {}
 
     def size(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
         """A whole number from 1 to ``maximum``."""
-        return _size(self.raw, key, default, maximum)
+        return _size(self.raw, key, default, maximum, self.names)
 
     def number(self, key: str, default: float) -> float:
         """A number above 0."""
@@ -441,9 +451,11 @@ class ConfigReader:
         kv_heads = self.size("num_key_value_heads", heads)
         head_dim = self.size("head_dim", head_dim or hidden // heads)
         if heads % kv_heads:
-            raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+            name = self.names.get("num_key_value_heads", "num_key_value_heads")
+            raise ConfigError(f"num_attention_heads {heads} is not a multiple of {name} {kv_heads}")
         if head_dim % 2:
-            raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+            name = self.names.get("head_dim", "head_dim")
+            raise ConfigError(f"{name} {head_dim} is odd; rotary embeddings need an even one")
         max_positions = self.size("max_position_embeddings")
         rope = _rope(raw, max_positions, head_dim, rotary, theta)
         if rope.kind == "yarn":
@@ -471,6 +483,7 @@ class ConfigReader:
             experts=experts,
             activation=activation,
             layer_norms=norm_eps != "rms_norm_eps",
+            names=self.names,
         )
 
     def latent_decoder(
@@ -693,14 +706,20 @@ class ConfigReader:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-    value = raw.get(key)
+def _size(
+    raw: Mapping[str, Any],
+    key: str,
+    default: int | None = None,
+    maximum: int = MAX_SIZE,
+    names: Mapping[str, str] | None = None,
+) -> int:
+    value, name = raw.get(key), (names or {}).get(key, key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
+        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, and is {value!r}")
     if value > maximum:
-        raise ConfigError(f"config.json: {key} must be at most {maximum}, and is {value}; is the file damaged?")
+        raise ConfigError(f"config.json: {name} must be at most {maximum}, and is {value}; is the file damaged?")
     return value
 
 

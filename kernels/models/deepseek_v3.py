@@ -1,7 +1,7 @@
 """DeepSeek V3, R1 and V3.1 (DeepSeek-AI, arXiv 2412.19437), and Kimi K2 (arXiv 2507.20534): latent attention, and
 experts that a sigmoid scores and a correction balances, in groups.
 
-Checkpoints hold further layers for the tokens after the next, behind ``num_hidden_layers``.
+Checkpoints hold further layers for the tokens after the next, after the first ``num_hidden_layers``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """DeepSeek V4 (DeepSeek-AI, 2026): compressed attention, several residual streams, and experts in every layer; in the
 first layers a table lists the experts of each token.
 
-    streams = connect(streams, attention(norm(x)));  streams = connect(streams, experts(norm(x)))
-
 Checkpoints name tensors as the authors do, or as transformers. They hold further layers for the tokens after the next.
 """
 
@@ -18,17 +16,16 @@ from torch import Tensor
 
 from kernels.contract.caches import CacheGroup, CacheSpec
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
-from kernels.core.operators import Norm, PendingResidual
 from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
-from kernels.models.decoder import Decoder, DecoderLayer
+from kernels.models.decoder import Decoder
 from kernels.models.layers import compressed_attention, constrained_connections, moe, vocabulary
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.compressed_attention import CompressedAttention, CompressedConfig, CompressedSizes, PassRows
 from kernels.models.layers.constrained_connections import HyperConnection, HyperHead, StreamConfig
 from kernels.models.layers.moe import DEEPSEEK, LimitedGate
 from kernels.models.layers.rotary import RotaryEmbedding
+from kernels.models.layers.stream_block import StreamBlock, StreamHalf
 from kernels.weights.tensors import Role, TensorSpec, norm
 
 __all__ = ["DeepseekV4Config", "build", "caches", "config", "tensors"]
@@ -329,77 +326,48 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     rows, tokens = PassRows(builder.ops.memory.put), PassValue()
     context = builder.context or config.max_positions
     rotary = RotaryEmbedding(config.rope, config.rope.head_dim, builder.dtype, builder.ops, context)
-    layers: list[DecoderLayer] = [
-        _Layer(config, builder, index, rotary=rotary, rows=rows, tokens=tokens) for index in range(config.layers)
+    layers = [
+        _layer(config, builder, number, rotary=rotary, rows=rows, tokens=tokens) for number in range(config.layers)
     ]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-class _Layer:
-    """A layer between streams [tokens, count * hidden]; the first one reads embeddings, and the last one returns the
-    head's input. ``tokens``: that the experts of this pass are chosen for."""
+def _layer(
+    config: DeepseekV4Config,
+    builder: ModelBuilder,
+    number: int,
+    *,
+    rotary: RotaryEmbedding,
+    rows: PassRows,
+    tokens: PassValue,
+) -> StreamBlock:
+    """The layer ``number``. ``tokens``: that the experts of this pass are chosen for."""
+    (sizes, streams), name = _sizes(config), f"model.layers.{number}"
+    attention = CompressedAttention(
+        builder, config.layer(number), f"{name}.self_attn", config.heads, rotary=rotary, rows=rows
+    )
+    gate = LimitedGate(sizes.limit, before=True)
+    if number in config.hashed:
+        table = builder.source.take([f"{name}.mlp.gate.tid2eid"])
+        experts = moe.SparseFeedForward(builder, sizes, name, _HASHED, gate, gate, fixed=lambda: _fixed(table, tokens))
+    else:
+        experts = moe.SparseFeedForward(builder, sizes, name, DEEPSEEK, gate, gate)
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        builder: ModelBuilder,
-        index: int,
-        *,
-        rotary: RotaryEmbedding,
-        rows: PassRows,
-        tokens: PassValue,
-    ) -> None:
-        experts, self.streams = _sizes(config)
-        name, self.tokens, self.is_first = f"model.layers.{index}", tokens, index == 0
-        self.around_attention = HyperConnection(builder, self.streams, f"{name}.attn_hc")
-        self.around_experts = HyperConnection(builder, self.streams, f"{name}.ffn_hc")
-        self.before = builder.norm(f"{name}.input_layernorm", config.norm_eps)
-        self.after = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
-        self.attention = CompressedAttention(
-            builder, config.layer(index), f"{name}.self_attn", config.heads, rotary=rotary, rows=rows
-        )
-        gate = LimitedGate(experts.limit, before=True)
-        if index in config.hashed:
-            table = builder.source.take([f"{name}.mlp.gate.tid2eid"])
-            self.experts = moe.SparseFeedForward(
-                builder, experts, name, _HASHED, gate, gate, fixed=lambda: _fixed(table, tokens)
-            )
-        else:
-            self.experts = moe.SparseFeedForward(builder, experts, name, DEEPSEEK, gate, gate)
-        last = index == config.layers - 1
-        self.head = HyperHead(builder, self.streams, "model.hc_head") if last else None
+    def choose(x: Tensor, ids: Tensor) -> Tensor:
+        tokens.value = ids
+        return experts(x)
 
-    @property
-    def first_norm(self) -> Norm | None:
-        """None: streams are mixed before they are normed."""
-        return None
+    def half(connection: str, norm: str) -> StreamHalf:
+        around = HyperConnection(builder, streams, f"{name}.{connection}")
+        return StreamHalf(around, builder.norm(f"{name}.{norm}", config.norm_eps))
 
-    def set_next_norm(self, norm: Norm) -> None:
-        """Nothing: no product of this layer is fused with the norm after it."""
-
-    def __call__(
-        self,
-        x: PendingResidual,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Any,
-        batch: ForwardBatch,
-        wanted: Tensor | None = None,
-    ) -> tuple[PendingResidual, Tensor]:
-        """As ``DecoderLayer``, but for the streams."""
-        count, tokens = self.streams.count, batch.token_ids
-        streams = residual.unsqueeze(1).expand(-1, count, -1) if self.is_first else residual.unflatten(1, (count, -1))
-        mixed, *weights = self.around_attention.read(streams)
-        result = self.attention(self.before(mixed), cos, sin, cache, batch, wanted)
-        if wanted is not None:
-            streams, tokens = streams.index_select(0, wanted), tokens.index_select(0, wanted)
-            weights = [one.index_select(0, wanted) for one in weights]
-        streams = self.around_attention.write(streams, result, *weights)
-        mixed, *weights = self.around_experts.read(streams)
-        self.tokens.value = tokens
-        streams = self.around_experts.write(streams, self.experts(self.after(mixed)), *weights)
-        return None, streams.flatten(1) if self.head is None else self.head(streams)
+    return StreamBlock(
+        (half("attn_hc", "input_layernorm"), attention),
+        (half("ffn_hc", "post_attention_layernorm"), choose),
+        streams.count,
+        is_first=number == 0,
+        head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,
+    )
 
 
 def _fixed(table: Tensor, tokens: PassValue) -> Tensor:

@@ -35,6 +35,11 @@ class FalconConfig(ModelConfig):
 
     two_norms: bool = False
 
+    @property
+    def layers_alike(self) -> bool:
+        """As ``ModelConfig``."""
+        return True
+
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json. Raises ConfigError for ALiBi, which Falcon scales otherwise than other families."""

@@ -44,6 +44,11 @@ class GrokConfig(ModelConfig):
     beside: bool = False
     gguf_last_norm: str = ""
 
+    @property
+    def layers_alike(self) -> bool:
+        """As ``ModelConfig``."""
+        return True
+
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json. Frequencies are not scaled."""

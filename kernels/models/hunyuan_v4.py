@@ -1,7 +1,5 @@
 """HunYuan V4 (Tencent, https://huggingface.co/tencent/Hy4-preview): DeepSeek V3.2's sparse latent attention, whose
-heads have sinks and whose results are gated, between several residual streams.
-
-    streams = connect(streams, attention(norm(x)));  streams = connect(streams, experts(norm(x)))
+heads have sinks and whose results are gated, between several residual streams (``StreamBlock``).
 
 The routed experts' inner activations are limited, logits are computed in float32. In models that also read images
 neighbors of a head rotate against one another, in the others halves.
@@ -15,15 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from kernels.contract.caches import CacheGroup
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
-from kernels.core.operators import Linear, Norm, PendingResidual
+from kernels.core.operators import Linear
 from kernels.models import deepseek_v32
 from kernels.models.config import ConfigReader, ModelConfig
-from kernels.models.decoder import Decoder, DecoderLayer
+from kernels.models.decoder import Decoder
 from kernels.models.layers import (
     constrained_connections,
     independent_connections,
@@ -41,6 +36,7 @@ from kernels.models.layers.gated_attention import ApartGates
 from kernels.models.layers.independent_connections import IndependentConnection
 from kernels.models.layers.indexer import Indexer
 from kernels.models.layers.moe import DEEPSEEK, LimitedGate
+from kernels.models.layers.stream_block import StreamBlock, StreamHalf
 from kernels.weights.tensors import TensorSpec, by_outputs, linear, norm
 
 __all__ = ["HunyuanV4Config", "build", "caches", "config", "tensors"]
@@ -165,61 +161,33 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     builder = dataclasses.replace(builder, fp32_head=True)
     vocab = vocabulary.vocabulary(builder, config)
     indexers: list[Indexer] = []
-    layers: list[DecoderLayer] = [_Layer(config, builder, index, indexers) for index in range(config.layers)]
+    layers = [_layer(config, builder, number, indexers) for number in range(config.layers)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-class _Layer:
-    """A layer between streams [tokens, count * hidden]; the first one reads embeddings, and the last one returns the
-    head's input. ``indexers``: of the layers before; this one may add its own."""
+def _layer(config: HunyuanV4Config, builder: LayerBuilder, number: int, indexers: list[Indexer]) -> StreamBlock:
+    """The layer ``number``. ``indexers``: of the layers before; this one may add its own."""
+    streams, name = _streams(config), f"model.layers.{number}"
+    attention, (latent, index) = f"{name}.self_attn", deepseek_v32.sizes(config)
+    if number in index.own:
+        indexers.append(Indexer(builder, index, attention, latent.rope_dim))
+    inner = mla.LatentAttention(builder, config, attention, indexers[-1], output=lambda x: x)
+    gated = ApartGates(builder, inner, config.heads, f"{attention}.gate_proj", f"{attention}.o_proj")
+    feed_forward: Linear
+    if config.experts is not None and number in config.experts.layers:
+        gate = LimitedGate(config.limit, before=True) if config.limit else None
+        feed_forward = moe.SparseFeedForward(builder, config.experts, name, DEEPSEEK, gate)
+    else:
+        feed_forward = gated_mlp(sparse.dense_builder(builder, config), config, f"{name}.mlp")
 
-    def __init__(self, config: HunyuanV4Config, builder: LayerBuilder, index: int, indexers: list[Indexer]) -> None:
-        self.streams, name, self.is_first = _streams(config), f"model.layers.{index}", index == 0
-        latent, sparse_index = deepseek_v32.sizes(config)
-        attention = f"{name}.self_attn"
-        self.around_attention = IndependentConnection(builder, self.streams, f"{name}.attn_hc", config.magnitude)
-        self.around_experts = IndependentConnection(builder, self.streams, f"{name}.ffn_hc", config.magnitude)
-        self.before = builder.norm(f"{name}.input_layernorm", config.norm_eps)
-        self.after = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
-        if index in sparse_index.own:
-            indexers.append(Indexer(builder, sparse_index, attention, latent.rope_dim))
-        inner = mla.LatentAttention(builder, config, attention, indexers[-1], output=lambda x: x)
-        self.attention = ApartGates(builder, inner, config.heads, f"{attention}.gate_proj", f"{attention}.o_proj")
-        self.feed_forward: Linear
-        if config.experts is not None and index in config.experts.layers:
-            gate = LimitedGate(config.limit, before=True) if config.limit else None
-            self.feed_forward = moe.SparseFeedForward(builder, config.experts, name, DEEPSEEK, gate)
-        else:
-            self.feed_forward = gated_mlp(sparse.dense_builder(builder, config), config, f"{name}.mlp")
-        last = index == config.layers - 1
-        self.head = HyperHead(builder, self.streams, "model.hc_head") if last else None
+    def half(connection: str, norm: str) -> StreamHalf:
+        around = IndependentConnection(builder, streams, f"{name}.{connection}", config.magnitude)
+        return StreamHalf(around, builder.norm(f"{name}.{norm}", config.norm_eps))
 
-    @property
-    def first_norm(self) -> Norm | None:
-        """None: streams are mixed before they are normed."""
-        return None
-
-    def set_next_norm(self, norm: Norm) -> None:
-        """Nothing: no product of this layer is fused with the norm after it."""
-
-    def __call__(
-        self,
-        x: PendingResidual,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Any,
-        batch: ForwardBatch,
-        wanted: Tensor | None = None,
-    ) -> tuple[PendingResidual, Tensor]:
-        """As ``DecoderLayer``, but for the streams."""
-        count = self.streams.count
-        streams = residual.unsqueeze(1).expand(-1, count, -1) if self.is_first else residual.unflatten(1, (count, -1))
-        mixed, weights = self.around_attention.read(streams)
-        result = self.attention(self.before(mixed), cos, sin, cache, batch, wanted)
-        if wanted is not None:
-            streams, weights = streams.index_select(0, wanted), weights.index_select(0, wanted)
-        streams = self.around_attention.write(streams, result, weights)
-        mixed, weights = self.around_experts.read(streams)
-        streams = self.around_experts.write(streams, self.feed_forward(self.after(mixed)), weights)
-        return None, streams.flatten(1) if self.head is None else self.head(streams)
+    return StreamBlock(
+        (half("attn_hc", "input_layernorm"), gated),
+        (half("ffn_hc", "post_attention_layernorm"), lambda x, tokens: feed_forward(x)),
+        streams.count,
+        is_first=number == 0,
+        head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,
+    )

@@ -78,8 +78,8 @@ def _refusal(config: ModelConfig) -> str:
         return "because its layers keep states"
     if config.shared_caches or config.indexed:
         return "because some layers read what others made"
-    if type(config) is not ModelConfig:
-        return "because its layers have sizes of their own"
+    if not config.layers_alike:
+        return "because its layers have sizes or constants of their own"
     return ""
 
 

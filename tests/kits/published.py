@@ -223,7 +223,7 @@ def _ling(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
 
 
 def ling_stream(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
-    """Ling's last hidden states [tokens, hidden], behind the last norm."""
+    """Ling's last hidden states [tokens, hidden], after the last norm."""
     x = weights["model.word_embeddings.weight"][tokens]
     for index in range(config["num_hidden_layers"]):
         x = ling_layer(config, weights, x, index)

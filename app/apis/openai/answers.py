@@ -27,6 +27,7 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "prompt_logprobs",
+    "stop_reason",
     "usage_answer",
 ]
 
@@ -143,6 +144,12 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+
+
+def stop_reason(matched: str | int | None, stop_token_ids: Sequence[int] | None) -> str | int | None:
+    """``stop_reason`` as in vLLM: the stop string, the regular expression, or the token of the request's
+    ``stop_token_ids`` that ended a choice; None for the end token. ``matched``: as ``Delta.matched_stop``."""
+    return matched if isinstance(matched, str) or matched in (stop_token_ids or ()) else None
 
 
 def usage_answer(

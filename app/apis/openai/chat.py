@@ -21,6 +21,7 @@ from app.apis.openai.answers import (
     ToolCall,
     chat_logprobs,
     prompt_logprobs,
+    stop_reason,
     usage_answer,
 )
 from app.apis.openai.chunks import ChatChunks, UsageReport
@@ -119,7 +120,7 @@ async def _answer(
                 message=_message(answer, shown=body.include_reasoning is not False),
                 finish_reason=answer.end.reason,
                 logprobs=chat_logprobs(choice.logprobs, as_ids=as_ids) if body.logprobs else None,
-                stop_reason=choice.matched_stop,
+                stop_reason=stop_reason(choice.matched_stop, body.stop_token_ids),
                 matched_stop=choice.matched_stop,
                 token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
                 hidden_states=last_state(choice) if body.return_hidden_states else msgspec.UNSET,

@@ -9,7 +9,14 @@ import msgspec
 from actors.protocol.requests import Delta, Usage
 from app.apis.choice_reader import ChoiceReader
 from app.apis.events import CallArguments, CallBegun, ChoiceEnded, ChoiceEvents, Event, Reasoning, Text
-from app.apis.openai.answers import UsageAnswer, characters, chat_logprobs, completion_logprobs, usage_answer
+from app.apis.openai.answers import (
+    UsageAnswer,
+    characters,
+    chat_logprobs,
+    completion_logprobs,
+    stop_reason,
+    usage_answer,
+)
 from app.apis.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 from app.server.exchange import Exchange
 
@@ -87,13 +94,15 @@ def _head(identity: str, kind: bytes, created: int, model: str, fingerprint: str
 _GOES_ON = b',"finish_reason":null}'
 
 
-def _finish(delta: Delta, reason: str | None = None) -> bytes:
-    """The end of a choice in a chunk. ``reason``: replaces the delta's finish reason."""
+def _finish(delta: Delta, stop_token_ids: Sequence[int] | None, reason: str | None = None) -> bytes:
+    """The end of a choice in a chunk. ``stop_token_ids``: the request's. ``reason``: replaces the delta's finish
+    reason."""
     if delta.finish_reason is None:
         return _GOES_ON
     finish = b',"finish_reason":"' + (reason or delta.finish_reason).encode() + b'"'
-    matched = _encode(delta.matched_stop)
-    return finish + b',"stop_reason":' + matched + b',"matched_stop":' + matched + b"}"
+    matched = delta.matched_stop
+    stopped = _encode(stop_reason(matched, stop_token_ids))
+    return finish + b',"stop_reason":' + stopped + b',"matched_stop":' + _encode(matched) + b"}"
 
 
 def _token_ids(delta: Delta, wanted: bool) -> bytes:
@@ -123,6 +132,7 @@ class ChatChunks:
         self._logprobs = bool(body.logprobs)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._ids = bool(body.return_token_ids)
+        self._stop_ids = body.stop_token_ids
         self._shows_thoughts = body.include_reasoning is not False
         self._reader = reader
         self._choices: dict[int, ChoiceEvents] = {}
@@ -147,7 +157,7 @@ class ChatChunks:
         text, finish = b"", _GOES_ON
         for event in events:
             if isinstance(event, ChoiceEnded):
-                finish = _finish(delta, event.reason)
+                finish = _finish(delta, self._stop_ids, event.reason)
                 continue
             if text:
                 pieces.append(self._part(delta, text, tail))
@@ -213,6 +223,7 @@ class CompletionChunks:
         self._only_prompt = body.max_tokens == 0
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._ids = bool(body.return_token_ids)
+        self._stop_ids = body.stop_token_ids
         self._echoes = echoes
         self._choices = choices
         self._plain = self._top is None and not (self._echo or self._only_prompt or self._ids)
@@ -250,7 +261,7 @@ class CompletionChunks:
                 b',"logprobs":',
                 logprobs,
                 _token_ids(delta, self._ids),
-                _finish(delta),
+                _finish(delta, self._stop_ids),
                 tail,
             )
         )

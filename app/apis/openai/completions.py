@@ -11,7 +11,14 @@ from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
 from app.apis.collecting import CollectedChoice, collect
-from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
+from app.apis.openai.answers import (
+    Choice,
+    CompletionAnswer,
+    completion_logprobs,
+    prompt_logprobs,
+    stop_reason,
+    usage_answer,
+)
 from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import ending, fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
@@ -182,7 +189,7 @@ def _choice(body: CompletionRequest, choice: CollectedChoice, echo: str, scored:
         text=echo + text,
         finish_reason="length" if choice.finish_reason == "length" else "stop",
         logprobs=logprobs,
-        stop_reason=choice.matched_stop,
+        stop_reason=stop_reason(choice.matched_stop, body.stop_token_ids),
         matched_stop=choice.matched_stop,
         prompt_logprobs=scored,
         token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,

@@ -65,7 +65,7 @@ class HyperConnection:
         parts = torch.tensor([sizes.count, sizes.count, sizes.count**2], device=self.base.device)
         self.scale = take([f"{module}.scale"]).repeat_interleave(parts)
 
-    def read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``streams`` [tokens, count, hidden] -> what the half reads [tokens, hidden], and what ``write`` needs."""
         sizes, count = self.sizes, self.sizes.count
         logits = F.linear(normed_streams(streams, sizes.norm_eps), self.weight) * self.scale + self.base
@@ -75,10 +75,11 @@ class HyperConnection:
         for _ in range(sizes.iterations - 1):
             shares = shares / (shares.sum(-1, keepdim=True) + sizes.eps)
             shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
-        return mixed_streams(pre.sigmoid() + sizes.eps, streams), 2 * post.sigmoid(), shares
+        return mixed_streams(pre.sigmoid() + sizes.eps, streams), (2 * post.sigmoid(), shares)
 
-    def write(self, streams: Tensor, result: Tensor, post: Tensor, shares: Tensor) -> Tensor:
+    def write(self, streams: Tensor, result: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """The streams after the half's ``result`` [tokens, hidden]."""
+        post, shares = weights
         dtype = streams.dtype
         mixed = torch.bmm(shares.to(dtype).transpose(1, 2), streams)
         return mixed.add_(post.to(dtype).unsqueeze(2) * result.unsqueeze(1))

@@ -36,14 +36,15 @@ class IndependentConnection:
         self.weight, self.base = take([f"{module}.fn"]), take([f"{module}.base"])
         self.scale = take([f"{module}.scale"]).repeat_interleave(sizes.count)
 
-    def read(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor]]:
         """``streams`` [tokens, count, hidden] -> what the half reads [tokens, hidden], and ``post`` float32 [tokens,
         count] of ``write``."""
         sizes = self.sizes
         logits = F.linear(normed_streams(streams, sizes.norm_eps), self.weight) * self.scale + self.base
         pre, post = logits.sigmoid().split(sizes.count, 1)
-        return mixed_streams(pre + sizes.eps, streams), self.magnitude * post + sizes.eps
+        return mixed_streams(pre + sizes.eps, streams), (self.magnitude * post + sizes.eps,)
 
-    def write(self, streams: Tensor, result: Tensor, post: Tensor) -> Tensor:
+    def write(self, streams: Tensor, result: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """The streams after the half's ``result`` [tokens, hidden]."""
+        (post,) = weights
         return torch.baddbmm(streams.float(), post.unsqueeze(2), result.float().unsqueeze(1)).to(streams.dtype)

@@ -206,7 +206,7 @@ class HeadFamily(Protocol):
     """A model's module whose heads have a layer of its own. ``name``: the head's in the checkpoint."""
 
     def head_config(self, raw: Mapping[str, Any], target: ModelConfig, name: str) -> ModelConfig:
-        """The sizes of a head, a model of one layer, behind a ``target`` with config.json ``raw``. Raises
+        """The sizes of a head, a model of one layer after those of ``target``, with config.json ``raw``. Raises
         ConfigError."""
         ...
 

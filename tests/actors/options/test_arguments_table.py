@@ -15,6 +15,7 @@ from actors.options.declaration import ArgumentSpec, declared
 from actors.options.refusal import Refusal
 from actors.options.refused import REFUSALS
 from actors.options.resolving import find
+from app.cli.arguments import load_arguments
 
 _LINES = [
     line.split(" ", 2)
@@ -150,6 +151,34 @@ def test_a_default_that_changes_nothing_is_accepted(name: str) -> None:
 @pytest.mark.parametrize(("one", "other"), SAME_ARGUMENT)
 def test_names_of_the_same_meaning_are_one_argument(one: str, other: str) -> None:
     assert find(one) == find(other)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--enable-deepep-moe", "use --moe-a2a-backend deepep with --expert-parallel-size"),
+        ("--nsa-prefill fa3", "the device decides on the kernels"),
+        ("--nsa-decode flashmla_sparse", "the device decides on the kernels"),
+        ("--show-time-cost", "use --enable-trace for the times of each request"),
+    ],
+)
+def test_older_names_of_sglang_are_refused_with_what_to_use(words: str, says: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{words.split()[0]}: .*{says}"):
+        load_arguments(["m", *words.split()], {})
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--load-balance-method shortest_queue", "load_balance_method", "total_requests"),
+        ("--load-balance-method minimum_tokens", "load_balance_method", "total_tokens"),
+        ("--load-balance-method auto", "load_balance_method", "cache_aware"),
+        ("--watchdog-timeout 1000000", "watchdog_timeout", 1_000_000.0),
+        ("--enable-ep-moe --tp 2", "enable_expert_parallel", True),
+    ],
+)
+def test_values_of_sglangs_recipes_mean_the_nearest_here(words: str, field: str, value: object) -> None:
+    assert getattr(load_arguments(["m", *words.split()], {}), field) == value
 
 
 def test_there_are_as_many_foreign_names_as_documented() -> None:

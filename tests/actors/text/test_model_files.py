@@ -131,7 +131,7 @@ def test_an_adapters_path_that_no_file_can_have_is_refused(path):
         resolve_adapter_path(path)
 
 
-def test_ends_outside_of_the_vocabulary_are_left_out_aloud(
+def test_ends_outside_of_the_vocabulary_are_left_out_with_a_warning(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = shutil.copytree(tiny_model, tmp_path / "model")
@@ -139,4 +139,5 @@ def test_ends_outside_of_the_vocabulary_are_left_out_aloud(
     with caplog.at_level(logging.WARNING):
         served = ServedModel(Arguments(model_path=str(path)))
     assert served.eos_ids == (2,)
-    assert "eos_token_id has ids outside of the" in caplog.text
+    expected = f"are ignored: 120025, -1 (vocab_size: {served.vocab_size})"
+    assert f"eos_token_id has ids that are no tokens of the model and {expected}" in caplog.text

@@ -158,6 +158,7 @@ def test_each_worker_sees_its_own_npu() -> None:
 def test_a_hung_collective_speaks_before_its_supervisor_does() -> None:
     added = Placement("npu").environment(arguments(), 0, {}, 300.0)
     assert int(added["HCCL_EXEC_TIMEOUT"]) < 300
+    assert Placement("npu").environment(arguments(), 0, {}, 1e6)["HCCL_EXEC_TIMEOUT"] == "17340"
     assert "HCCL_EXEC_TIMEOUT" not in Placement("npu").environment(arguments(), 0, {"HCCL_EXEC_TIMEOUT": "9"}, 300.0)
 
 

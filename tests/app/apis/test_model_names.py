@@ -92,15 +92,18 @@ def test_a_text_of_a_damaged_gguf_file_is_refused(tmp_path):
         read_text(path, "general.name")
 
 
-async def test_matched_stop_stands_beside_stop_reason(application, engine):
-    engine.matched_stop = "."
+@pytest.mark.parametrize(
+    ("matched", "ids", "reason"), [(".", None, "."), (7, [7, 8], 7), (2, None, None), (2, [7], None)]
+)
+async def test_stop_reason_is_null_for_an_end_token(application, engine, matched, ids, reason):
+    engine.matched_stop = matched
     client = application.test_client()
     for path, body in (
-        ("/v1/completions", {"prompt": "hi"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi", "stop_token_ids": ids}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": ids}),
     ):
         choice = (await (await client.post(path, json=body)).get_json())["choices"][0]
-        assert choice["matched_stop"] == choice["stop_reason"] == "."
+        assert (choice["matched_stop"], choice["stop_reason"]) == (matched, reason)
         events = (await (await client.post(path, json={**body, "stream": True})).get_data()).decode().split("\n\n")
         last = msgspec.json.decode(events[-3].removeprefix("data: "))["choices"][0]
-        assert last["matched_stop"] == last["stop_reason"] == "."
+        assert (last["matched_stop"], last["stop_reason"]) == (matched, reason)

@@ -52,5 +52,5 @@ def test_traces_without_an_exporter_are_refused_in_a_sentence(monkeypatch, capsy
     monkeypatch.setattr("app.cli.command._configure_logging", lambda arguments: None)
     assert main(["serve", "--enable-trace", "--port", "0"]) == 2
     answer = capsys.readouterr().err
-    assert "enable_trace needs the OTLP exporters: pip install 'troupe-llm[otlp]'" in answer
+    assert "--enable-trace needs the OTLP exporters: pip install 'troupe-llm[otlp]'" in answer
     assert "Traceback" not in answer

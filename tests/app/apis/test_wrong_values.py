@@ -134,6 +134,10 @@ def message_and_field(error: Any) -> tuple[str, str]:
         ({"messages": []}, "messages: at least 1 entry; you gave 0. Send more."),
         ({"messages": None}, "messages: must be a list; you gave null."),
         (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content: must be a string or a list; you gave a whole number (5).",
+        ),
+        (
             {"priority": 2**40},
             f"priority: must be at most 2147483647; you gave {2**40}. Send a number within the limit.",
         ),

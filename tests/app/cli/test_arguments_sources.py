@@ -116,6 +116,12 @@ def test_a_list_of_values_is_missing(name: str) -> None:
     assert f"{name}: needs one or more values" in problems(name)
 
 
+@pytest.mark.parametrize("value", ["", "[]", ","])
+def test_an_empty_list_of_names_is_refused(value: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^--served-model-name must not be empty; leave it out for the default$"):
+        load_arguments(["m", "--served-model-name", value], {})
+
+
 def test_refused_and_unknown_names() -> None:
     errors = problems("--headless --numa-node 1 2 --enable-lora-bias --tempreature 1 -headless --schedule-polisy lpm m")
     assert "--headless: each node is started with the same command" in errors

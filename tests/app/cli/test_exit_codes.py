@@ -48,7 +48,7 @@ def test_a_node_without_the_secret_exits_with_two(tmp_path: Path, rank: str, mon
         assert server.process.wait(PATIENCE) == 2
     finally:
         server.stop()
-    assert f"troupe: nnodes: set {SECRET_VARIABLE}" in server.log.read_text()
+    assert f"troupe: --nnodes: set {SECRET_VARIABLE}" in server.log.read_text()
 
 
 @pytest.mark.parametrize(("ends", "status"), [("is stopped", 0), ("gives up", 3)])

@@ -59,6 +59,20 @@ def test_chatglms_names_of_sizes_are_read_before_a_worker_starts(ranks: int, fit
         check_divisions(raw, "ChatGLMModel", stages=4, ranks=1)
 
 
+def test_chatglms_sizes_are_named_in_a_worker_as_in_its_file() -> None:
+    raw = CHATGLM | {"num_attention_heads": 16, "multi_query_group_num": 4, "ffn_hidden_size": 84}
+    with pytest.raises(ConfigError, match=r"^ffn_hidden_size 84 of ChatGLM.* cannot be divided"):
+        local_config(parse_config(raw), 8)
+    shared = raw | {"num_attention_heads": 12, "multi_query_group_num": 3, "padded_vocab_size": 100}
+    with pytest.raises(ConfigError, match=r"^multi_query_group_num 3 of ChatGLM.* do not divide one another"):
+        local_config(parse_config(shared), 4)
+    with pytest.raises(ConfigError, match=r"^num_attention_heads 16 is not a multiple of multi_query_group_num 3"):
+        parse_config(shared | {"num_attention_heads": 16})
+    for name in ("ffn_hidden_size", "padded_vocab_size", "multi_query_group_num", "num_layers"):
+        with pytest.raises(ConfigError, match=f"^config.json: {name} must be a whole number"):
+            parse_config(raw | {name: -1})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 12])
 def test_sizes_that_divide_are_left_to_the_workers(ranks: int) -> None:
     check_divisions(DENSE, "any", stages=3, ranks=ranks)

@@ -112,6 +112,14 @@ def test_chunks_behind_one_that_fails_fail_too_and_leave_others_alone(models, pr
         assert reported["tokens"][:50] == model.greedy(texts[1], 50)
 
 
+def test_families_with_sizes_beside_the_usual_generate_in_two_stages(reference, prompts):
+    models, texts = [reference(name) for name in ("parallel-falcon", "parallel-grok")], prompts(5, 9, 17)
+    jobs = [{"model": str(model.path), "prompts": texts, "length": 26, "stages": 2} for model in models]
+    for reports in run_ranks(jobs):
+        for model, reported in zip(models, reports, strict=True):
+            assert reported["tokens"] == [model.greedy(text, 26) for text in texts], model.path
+
+
 @pytest.mark.long
 def test_families_of_other_layers_generate_in_two_stages(reference, prompts):
     """Experts, some behind dense layers; latent attention; layers with windows, layer norms, and sinks."""

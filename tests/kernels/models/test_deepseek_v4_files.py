@@ -1,5 +1,5 @@
-"""DeepSeek V4's published files: fp8 in blocks and experts in MXFP4 or fp8 stand for their floats; what is wrong with a
-tensor is said by the name that it has in the file."""
+"""DeepSeek V4's published files: fp8 in blocks and experts in MXFP4 or fp8 stand for their floats; errors name a
+tensor as the file does."""
 
 from __future__ import annotations
 

@@ -1,0 +1,96 @@
+"""A decoder layer between several residual streams, whose halves read and write them through hyper-connections.
+
+streams = connect(streams, attention(norm(x)));  streams = connect(streams, feed_forward(norm(x)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Norm, PendingResidual
+from kernels.models.layers.block import AttentionLayer
+from kernels.models.layers.constrained_connections import HyperHead
+
+__all__ = ["Connection", "FeedForward", "StreamBlock", "StreamHalf"]
+
+Weights: TypeAlias = tuple[Tensor, ...]
+FeedForward: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Normed rows [rows, hidden] and their token ids int64 [rows] -> [rows, hidden]."""
+
+
+class Connection(Protocol):
+    """The streams [tokens, count, hidden] around one half of a layer."""
+
+    def read(self, streams: Tensor) -> tuple[Tensor, Weights]:
+        """What the half reads [tokens, hidden], and the weights of ``write``, each [tokens, ...]."""
+        ...
+
+    def write(self, streams: Tensor, result: Tensor, weights: Weights) -> Tensor:
+        """The streams after the half's ``result`` [tokens, hidden]."""
+        ...
+
+
+class StreamHalf:
+    """One half of a layer: the ``connection`` around it, and the ``norm`` of what it reads."""
+
+    def __init__(self, connection: Connection, norm: Norm) -> None:
+        self.connection, self.norm = connection, norm
+
+    def read(self, streams: Tensor) -> tuple[Tensor, Weights]:
+        """As ``Connection.read``, normed."""
+        mixed, weights = self.connection.read(streams)
+        return self.norm(mixed), weights
+
+
+class StreamBlock:
+    """A layer between ``count`` streams [tokens, count * hidden]. ``is_first``: it reads embeddings [tokens, hidden].
+    ``head``: of the last layer, which returns what the output reads."""
+
+    def __init__(
+        self,
+        attention: tuple[StreamHalf, AttentionLayer],
+        feed_forward: tuple[StreamHalf, FeedForward],
+        count: int,
+        *,
+        is_first: bool,
+        head: HyperHead | None,
+    ) -> None:
+        self.around_attention, self.attention = attention
+        self.around_feed_forward, self.feed_forward = feed_forward
+        self.count, self.is_first, self.head = count, is_first, head
+
+    @property
+    def first_norm(self) -> Norm | None:
+        """None: streams are mixed before they are normed."""
+        return None
+
+    def set_next_norm(self, norm: Norm) -> None:
+        """Nothing: no product of this layer is fused with the norm after it."""
+
+    def __call__(
+        self,
+        x: PendingResidual,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Any,
+        batch: ForwardBatch,
+        wanted: Tensor | None = None,
+    ) -> tuple[PendingResidual, Tensor]:
+        """As ``DecoderLayer``, but for the streams."""
+        count, tokens = self.count, batch.token_ids
+        streams = residual.unsqueeze(1).expand(-1, count, -1) if self.is_first else residual.unflatten(1, (count, -1))
+        mixed, weights = self.around_attention.read(streams)
+        result = self.attention(mixed, cos, sin, cache, batch, wanted)
+        if wanted is not None:
+            streams, tokens = streams.index_select(0, wanted), tokens.index_select(0, wanted)
+            weights = tuple(one.index_select(0, wanted) for one in weights)
+        streams = self.around_attention.connection.write(streams, result, weights)
+        mixed, weights = self.around_feed_forward.read(streams)
+        result = self.feed_forward(mixed, tokens)
+        streams = self.around_feed_forward.connection.write(streams, result, weights)
+        return None, streams.flatten(1) if self.head is None else self.head(streams)
