@@ -114,6 +114,7 @@ class Routing:
     is given; the others' part of a result is 0, and nothing is read for it. None: all are here; ``parts``: ranges like
     it. ``dispatch``: ``local`` are places, and an expert has one or more of them; None: expert n is in place n.
     ``fixed``: the experts int64 [tokens, chosen] of the tokens that run, whatever their scores; None: scores choose.
+    ``wide``: logits are float32, also of a plain softmax.
     """
 
     chosen: int
@@ -130,12 +131,13 @@ class Routing:
     dispatch: Dispatch | None = None
     parts: int = 1
     fixed: Callable[[], Tensor] | None = None
+    wide: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a softmax and no more, which devices have kernels for."""
+        """Whether it is a softmax of logits in the model's dtype and no more, which devices have kernels for."""
         plain = self.scores == "softmax" and self.groups == 1 and self.scale == 1.0
-        return plain and self.correction is None and self.fixed is None
+        return plain and self.correction is None and self.fixed is None and not self.wide
 
     @property
     def in_torch(self) -> bool:

@@ -95,7 +95,7 @@ def config(raw: ConfigReader) -> ModelConfig:
             f"config.json: moe_shared_expert_intermediate_size {inner} is not supported; Ling 3 is run with "
             f"moe_intermediate_size, {experts.inner}"
         )
-    plain = reader.latent_decoder(experts=experts)
+    plain = reader.latent_decoder(experts=dataclasses.replace(experts, wide_router=True))
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return BailingHybridConfig(
         **fields | {"recurrence": _delta(reader), "recurrent": _delta_layers(reader)},
@@ -128,11 +128,13 @@ def _delta_layers(raw: ConfigReader) -> frozenset[int]:
 
 
 def _bound(raw: ConfigReader) -> float:
-    """``kda_lower_bound``; 0 without ``kda_safe_gate``."""
+    """``kda_lower_bound``, which is read only with ``kda_safe_gate``; else 0."""
+    if not raw.flag("kda_safe_gate", True):
+        return 0.0
     value = raw.raw.get("kda_lower_bound", -5.0)
     if not isinstance(value, int | float) or isinstance(value, bool) or not value < 0:
         raise ConfigError(f"config.json: kda_lower_bound must be a number below 0, and is {value!r}")
-    return float(value) if raw.flag("kda_safe_gate", True) else 0.0
+    return float(value)
 
 
 def _limits(raw: ConfigReader, key: str) -> tuple[float, ...]:

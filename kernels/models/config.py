@@ -88,7 +88,8 @@ class ExpertsConfig:
     is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether they are
     stored in MXFP4. ``apart``: whether gates have matrices of their own, where checkpoints have them in others', as in
     GGUF files. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the
-    router's logits; 0: none. ``identities``: so many more experts return what they are given.
+    router's logits; 0: none. ``identities``: so many more experts return what they are given. ``wide_router``: whether
+    its weight is held in float32; its logits, as ``Routing.wide``.
     """
 
     layers: frozenset[int]
@@ -114,6 +115,7 @@ class ExpertsConfig:
     activation: str = "silu"
     router_softcap: float = 0.0
     identities: int = 0
+    wide_router: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,8 @@ def config(raw: ConfigReader) -> ModelConfig:
         given["rope_parameters"] = _ROPE
     raw = ConfigReader(given, raw.architecture)
     experts = raw.deepseek_experts(raw.later_layers(1), "softmax", pair_sum=True)
-    plain = raw.indexed_decoder(
-        experts=dataclasses.replace(experts, normalized=True), eps=1e-5, index_interleaved=True, own_queries=True
-    )
+    experts = dataclasses.replace(experts, normalized=True, wide_router=True)
+    plain = raw.indexed_decoder(experts=experts, eps=1e-5, index_interleaved=True, own_queries=True)
     unrotated = _unrotated(raw)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     assert plain.latent is not None, "of every latent decoder"

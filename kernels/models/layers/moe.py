@@ -100,7 +100,7 @@ def _tensors(config: ExpertsConfig, hidden: int, layer: str, gguf: str, names: E
         (config.count + config.identities, hidden),
         None,
         f"{gguf}.ffn_gate_inp",
-        role=Role.ROUTER,
+        role=Role.WIDE if config.wide_router else Role.ROUTER,
     )
     yield router if block == stored else dataclasses.replace(router, aliases=(f"{stored}.gate.weight",))
     if names.correction:
@@ -395,4 +395,5 @@ def _routing(
         config.jitter,
         local=local,
         dispatch=dispatch,
+        wide=config.wide_router,
     )

@@ -179,6 +179,9 @@ def test_ling_3s_published_keys_are_read():
     experts = config.experts
     assert experts is not None
     assert (experts.layers, experts.count, experts.shared, experts.corrected) == ({1, 2, 3, 4, 5}, 8, 16, True)
+    plain = parse_config(LING3 | {"kda_safe_gate": False, "kda_lower_bound": None})
+    assert isinstance(plain, BailingHybridConfig)
+    assert plain.decay_bound == 0.0
 
 
 def test_the_head_of_ling_3_is_a_layer_of_latent_attention():

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import reduce
 
@@ -227,3 +228,21 @@ def test_published_names_of_deepseek_v4_are_read(reference, drive, prompts, tmp_
     save_file(published, copy / "model.safetensors", {"format": "pt"})
     expected = scored(drive(model.path), prompt, [40])
     assert (scored(drive(copy), prompt, [40]) == expected).all()
+
+
+@pytest.mark.parametrize("name", ["ling3", "mistral-large4"])
+def test_routers_stay_in_float32_where_transformers_keep_them(name, reference, drive, tmp_path):
+    """Logits in bfloat16, or of rounded weights, choose other experts of some tokens. Without groups, and with a plain
+    softmax, for which devices have kernels."""
+    model = reference(name)
+    path = shutil.copytree(model.path, tmp_path / "one-group")
+    raw = json.loads((path / "config.json").read_text())
+    raw |= {"n_group": 1, "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    (path / "config.json").write_text(json.dumps(raw))
+    router, hidden = model.model.model.layers[2].mlp.gate, model.model.config.hidden_size
+    x = torch.randn(4000, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scores = x.float() @ router.weight.T
+    if name == "ling3":
+        scores = scores.sigmoid() + router.e_score_correction_bias
+    experts = drive(path, dtype="bfloat16").runner._loaded.model.layers[2].mlp.experts
+    assert torch.equal(experts.choose(x).long().sort(1).values, scores.topk(3).indices.sort(1).values)
