@@ -1,4 +1,4 @@
-"""The process that imports PyTorch and forks, for ``warm_workers``; its arguments are a socket and its parent.
+"""A process that imports modules and forks, for ``warm_workers``. Its arguments: a socket, its parent, the modules.
 
 It has one thread: whatever the libraries start, they start in the forks.
 """
@@ -16,13 +16,10 @@ import socket
 import sys
 
 from actors.runtime.process import blank_process
-from kernels.contract.runner import RUNNER_MODULE
-
-_MODULES = ("actors.runtime.child", "actors.workers.worker", RUNNER_MODULE, "kernels.devices.cpu.device")
 
 
 def _serve(control: socket.socket) -> None:
-    """Fork when asked. Returns in each child, ready to be a worker."""
+    """Fork when asked. Returns in each child, ready to be an actor's."""
     while True:
         message, sockets, _, _ = socket.recv_fds(control, 1 << 10, 2)
         if not message:
@@ -50,7 +47,7 @@ def _main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for name in _MODULES:
+    for name in sys.argv[3:]:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()

@@ -61,7 +61,8 @@ class Cluster(msgspec.Struct):
         """Start another node, with ``words`` added to its command."""
         options = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         log = self.folder / f"node-{len(self.nodes)}.log"
-        node = OtherNode(log, [*options, "--node-rank", str(rank), *words], secret or self.secret)
+        given = [*options, "--node-rank", str(rank), "--no-standby-worker", *words]
+        node = OtherNode(log, given, secret or self.secret)
         self.nodes.append(node)
         return node
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from actors.protocol.requests import SamplingParams
 from tests.kits.engines import rest, small_engine
 from tests.kits.waiting import PATIENCE, until
 
-__all__ = ["Answer", "Request", "all_decode", "alone", "kill", "outlives", "replicas", "tokens_of"]
+__all__ = ["Answer", "Request", "all_decode", "alone", "halted", "kill", "outlives", "replicas", "tokens_of"]
 
 Answer = dict[int, tuple[list[int], str]]
 """The tokens and the text of each choice."""
@@ -53,6 +54,20 @@ def replicas(engine: Engine) -> list[Replica]:
 
 def kill(engine: Engine, replica: int) -> None:
     os.kill(engine.describe()["workers"][replica]["pid"], signal.SIGKILL)
+
+
+@contextmanager
+def halted(engine: Engine, *workers: int) -> Iterator[None]:
+    """Inside, the processes of these workers are stopped (SIGSTOP), so that what they run lasts until something else
+    has happened, however long that takes."""
+    pids = [engine.describe()["workers"][worker]["pid"] for worker in workers]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 async def all_decode(engine: Engine, count: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""Workers of engines that start at once: forks of a process that has imported PyTorch.
+"""Workers and renderers of engines that start at once: forks of processes that have imported what they need.
 
 Everything else of them is as in a process of its own: their sockets, how they die, and what they leave.
 """
@@ -14,15 +14,22 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from actors.options import Arguments
+from actors.runtime import ActorSystem
 from actors.runtime.process import blank_process
 from actors.runtime.process.blank_process import BlankProcess
 from actors.workers.placement import place
+from kernels.contract.runner import RUNNER_MODULE
 
 __all__ = ["warm"]
+
+_RENDERER = "actors.text.renderer:Renderer"
+_RENDERER_MODULES = ("actors.runtime.child", "actors.text.renderer")
+_WORKER_MODULES = ("actors.runtime.child", "actors.workers.worker", RUNNER_MODULE, "kernels.devices.cpu.device")
 
 _LATE = frozenset({"GLOO_SOCKET_IFNAME"})
 """Variables that nothing reads while it is imported."""
@@ -56,16 +63,15 @@ class _Fork:
 
 
 class _Forks:
-    """The process that forks, with the variables that a worker on the CPU gets."""
+    """A process that has imported ``modules`` with ``environment`` added, and forks."""
 
-    def __init__(self) -> None:
-        arguments = Arguments(model_path="any", device="cpu", cpu_threads=1)
-        self.environment = place(arguments, os.environ).environment(arguments, 0, os.environ, 0.0)
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.environment = environment
         self.inherited = _environ()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kits.forking_process", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-m", "tests.kits.forking_process", str(theirs.fileno()), str(os.getpid()), *modules],
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],
@@ -73,7 +79,7 @@ class _Forks:
             cwd=os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
         )
         theirs.close()
-        assert self._socket.recv(1 << 10), "the process that forks has ended"
+        self._ready = False
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         early = {name: value for name, value in environment.items() if name not in _LATE}
@@ -81,6 +87,9 @@ class _Forks:
 
     def fork(self, environment: Mapping[str, str], sockets: Sequence[int]) -> _Fork:
         with self._lock:
+            if not self._ready:
+                assert self._socket.recv(1 << 10), "the process that forks has ended"
+                self._ready = True
             socket.send_fds(self._socket, [json.dumps(dict(environment)).encode()], list(sockets))
             return _Fork(self, int(json.loads(self._socket.recv(1 << 10))))
 
@@ -99,11 +108,7 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _OURS}
 
 
-@contextmanager
-def warm() -> Iterator[None]:
-    """Inside, workers of engines of this process on the CPU are forks."""
-    forks = _Forks()
-
+def _warm_process(forks: _Forks) -> type[BlankProcess]:
     class WarmProcess(BlankProcess):
         """A fork, if its variables are those of the process that forks."""
 
@@ -120,9 +125,30 @@ def warm() -> Iterator[None]:
             with theirs, thread_theirs:
                 self.process = forks.fork(environment, [theirs.fileno(), thread_theirs.fileno()])  # type: ignore[assignment]
 
+    return WarmProcess
+
+
+@contextmanager
+def warm() -> Iterator[None]:
+    """Inside, workers of engines of this process on the CPU are forks, and so are renderers of the default launcher."""
+    arguments = Arguments(model_path="any", device="cpu", cpu_threads=1)
+    placed = place(arguments, os.environ).environment(arguments, 0, os.environ, 0.0)
+    workers, renderers = _Forks(_WORKER_MODULES, placed), _Forks(_RENDERER_MODULES, {})
+    renderer, spawn = _warm_process(renderers), ActorSystem.spawn_process
+
+    async def launch(environment: Mapping[str, str]) -> BlankProcess:
+        return renderer(environment)
+
+    def spawn_process(self: ActorSystem, *args: Any, **keywords: Any) -> Any:
+        if keywords.get("target") == _RENDERER:
+            keywords.setdefault("launcher", launch)
+        return spawn(self, *args, **keywords)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.workers.launchers.local.BlankProcess", WarmProcess)
+        patch.setattr("actors.workers.launchers.local.BlankProcess", _warm_process(workers))
+        patch.setattr(ActorSystem, "spawn_process", spawn_process)
         try:
             yield
         finally:
-            forks.close()
+            workers.close()
+            renderers.close()

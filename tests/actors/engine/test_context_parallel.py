@@ -22,7 +22,7 @@ from tests.kits.nodes import cluster
 from tests.kits.replicas import all_decode, alone, kill, outlives, tokens_of
 from tests.kits.waiting import PATIENCE, until
 
-PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PROMPTS: list[Any] = ["The lazy dog", list(range(30, 180)), [7, 8, 9], [*range(30, 130), *range(200, 290)]]
 MODEL: dict[str, Any] = {
     **COMMON,

@@ -20,7 +20,8 @@ from tests.kits.replicas import all_decode, alone, kill, replicas, tokens_of
 from tests.kits.returned_values import make_sparse_model
 from tests.kits.waiting import PATIENCE
 
-PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PROMPTS: list[Any] = [*(f"The lazy dog {i}" for i in range(5)), list(range(30, 180)), [7, 8, 9], list(range(30, 190))]
 
 
@@ -40,7 +41,7 @@ async def test_replicas_that_share_experts_generate_what_one_device_does(model: 
         assert [worker.rank for worker in engine.worker_ids.values()] == [Rank(dp=0), Rank(dp=1)]
         assert await tokens_of(engine, PROMPTS[5], PARAMS) == expected[5]
         for _ in range(2):
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(PATIENCE):
                 assert await asyncio.gather(*(tokens_of(engine, prompt, PARAMS) for prompt in PROMPTS)) == expected
         usage = engine.board.cache()
         assert usage is not None
@@ -57,7 +58,7 @@ async def test_four_ranks_divide_two_attentions(model: Path) -> None:
         assert [worker.rank for worker in engine.worker_ids.values()] == [
             *(Rank(dp=0, tp=0), Rank(dp=0, tp=1), Rank(dp=1, tp=0), Rank(dp=1, tp=1))
         ]
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*(tokens_of(engine, prompt, PARAMS) for prompt in PROMPTS[:4])) == expected
         await rest(engine)
 
@@ -84,7 +85,7 @@ async def test_a_scheduler_that_dies_does_not_stop_the_other(model: Path) -> Non
         await all_decode(engine)
         assert engine._system is not None
         engine._system.crash_actor(replicas(engine)[1].scheduler, ChildCrash("a test"))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
         assert [worker["restarts"] for worker in engine.describe()["workers"]] == [0, 0]
         await rest(engine)
@@ -103,7 +104,7 @@ async def test_parts_with_adapters_generate_what_merged_models_do(model: Path, t
     assert len({str(answer) for answer in expected}) == len(expected)
     paths = [f"{name}={path}" for name, path in files.items()]
     async with shared(model, lora_paths=paths, max_loras_per_batch=1, max_running_requests=12) as engine:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             found = await asyncio.gather(
                 *(tokens_of(engine, prompt, params, name) for name in (None, *files) for prompt in PROMPTS[:4])
             )
@@ -118,9 +119,9 @@ async def test_parts_draft_for_their_own_requests(model: Path, algorithm: str, t
     options: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 5}
     if algorithm == "STANDALONE":
         options |= {"speculative_draft_model_path": str(model), "speculative_num_steps": 4}
-    expected = await alone(model, PROMPTS, PARAMS)
+    expected = await alone(model, PROMPTS, LONG)
     async with shared(model, tp, **options) as engine:
-        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, LONG)) for prompt in PROMPTS]
         await all_decode(engine)
         kill(engine, 1)
         async with asyncio.timeout(PATIENCE):
@@ -135,7 +136,7 @@ async def test_only_the_harmful_request_of_a_replica_fails(model: Path) -> None:
     with FaultPlan(Fault("decode", "kill", mark=7)) as plan:
         async with shared(model, faults=plan) as engine:
             readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in [*PROMPTS[:5], [7] * 20]]
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(PATIENCE):
                 *answers, harmful = await asyncio.gather(*readers, return_exceptions=True)
             assert isinstance(harmful, RequestFailed)
             assert answers == expected

@@ -42,7 +42,8 @@ from tests.kits.tiny_model import make_tiny_model
 from tests.kits.waiting import PATIENCE, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+LONGEST = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 small_engine = partial(engines.small_engine, standby_worker=True)
 
@@ -129,8 +130,8 @@ async def test_a_harmful_request_ends_and_no_other_does(tiny_model: Path, stage:
 async def test_kills_from_outside_end_no_request(tiny_model: Path) -> None:
     """One request, killed in a step more often than it takes to condemn a harmful one."""
     async with small_engine(tiny_model) as engine:
-        expected = await text_of(engine, "Once upon a time", LONG)
-        stream = engine.generate("Once upon a time", LONG)
+        expected = await text_of(engine, "Once upon a time", LONGEST)
+        stream = engine.generate("Once upon a time", LONGEST)
         reader = asyncio.create_task(read_out(stream))
         await stream.ready()
         for _ in range(5):
@@ -144,7 +145,7 @@ async def test_kills_from_outside_end_no_request(tiny_model: Path) -> None:
 
 async def test_more_deaths_than_the_restarts_allowed_end_the_engine(tiny_model: Path) -> None:
     async with small_engine(tiny_model, max_worker_restarts=1) as engine:
-        stream = engine.generate("Once upon a time", LONG)
+        stream = engine.generate("Once upon a time", LONGEST)
         reader = asyncio.create_task(read_out(stream))
         for _ in range(2):
             before = engine.board.output_tokens

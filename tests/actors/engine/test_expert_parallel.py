@@ -21,7 +21,7 @@ from tests.kits.waiting import PATIENCE
 
 PROMPTS = [list(range(30, 130)), list(range(30, 120)), [5, 6, 7]]  # chunks of 64 tokens, and a prefix of the first
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.kits.returned_values import make_sparse_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
-PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 REQUESTS: list[Request] = [
     ("The lazy dog 0", None),

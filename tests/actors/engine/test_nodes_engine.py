@@ -24,11 +24,11 @@ from actors.requests.streams import RequestStream
 from tests.kits import engines
 from tests.kits.nodes import cluster
 from tests.kits.real_server import serving
-from tests.kits.replicas import all_decode, replicas, tokens_of
+from tests.kits.replicas import all_decode, halted, replicas, tokens_of
 from tests.kits.returned_values import make_sparse_model
 from tests.kits.waiting import PATIENCE, until
 
-LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, seed=11, max_tokens=40, ignore_eos=True)
 
 small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)
@@ -59,13 +59,18 @@ def end_of(pid: int) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "ranks",
-    [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "enable_dp_attention": True, "enable_expert_parallel": True}],
+    ("ranks", "losses"),
+    [
+        ({"tp": 2, "pp": 2}, ("node",)),
+        ({"tp": 2, "dp": 2, "enable_dp_attention": True, "enable_expert_parallel": True}, ("node", "connection")),
+    ],
     ids=["stages", "parts"],
 )
 async def test_two_nodes_generate_what_one_process_does_and_one_is_lost(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Any]
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Any], losses: tuple[str, ...]
 ) -> None:
+    """A request outlives the loss of a node, and of its connection. A dead worker of a node is one whose exit the hub
+    reports: see tests/actors/workers/test_nodes.py."""
     model = make_sparse_model(tmp_path / "sparse") if "dp" in ranks else tiny_model
     async with small_engine(model) as engine:
         expected = await say(engine)
@@ -77,29 +82,7 @@ async def test_two_nodes_generate_what_one_process_does_and_one_is_lost(
             remote = pid_on(engine, 1)
             assert psutil.Process(remote).ppid() == other.process.pid
             assert remote not in report.processes(engine).values()
-            stream = engine.generate("Once upon", LONG)
-            first = await anext(stream)
-            other.signal(signal.SIGKILL)
-            await until(lambda: "Node 1 is not connected" in engine.health().reason, "it is not missed")
-            other = nodes.start(*command)
-            assert [*first.token_ids, *await read_out(stream)] == expected[0]
-            assert pid_on(engine, 1) != remote
-            remote = pid_on(engine, 1)
-        assert other.wait() == 0
-        assert end_of(remote)
-
-
-@pytest.mark.long
-async def test_a_request_outlives_the_loss_of_a_node_and_of_its_connection(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dead worker of a node is one whose exit the hub reports: see tests/actors/workers/test_nodes.py."""
-    with cluster(tmp_path, monkeypatch) as nodes:
-        model = ["--model-path", str(tiny_model), "--device", "cpu", "--tp", "2"]
-        other = nodes.start(*model)
-        async with small_engine(tiny_model, tp=2, **nodes.options) as engine:
-            expected = await read_out(engine.generate("Once upon", LONG))
-            for loss in ("node", "connection"):
+            for loss in losses:
                 before = pid_on(engine, 1)
                 stream = engine.generate("Once upon", LONG)
                 first = await anext(stream)
@@ -107,15 +90,17 @@ async def test_a_request_outlives_the_loss_of_a_node_and_of_its_connection(
                     other.signal(signal.SIGKILL)
                     await until(lambda: "Node 1 is not connected" in engine.health().reason, "it is not missed")
                     await until(partial(end_of, before), "its worker was left")
-                    other = nodes.start(*model)
+                    other = nodes.start(*command)
                 else:
                     hub = engine.hub
                     assert hub is not None
                     hub._nodes[1].lose(": by a test")
-                assert [*first.token_ids, *await read_out(stream)] == expected
+                assert [*first.token_ids, *await read_out(stream)] == expected[0]
                 assert pid_on(engine, 1) != before
                 await until(partial(end_of, before), "its process was left")
+            remote = pid_on(engine, 1)
         assert other.wait() == 0
+        assert end_of(remote)
 
 
 def test_ranks_of_a_replica_meet_on_the_host_of_the_first() -> None:
@@ -149,8 +134,9 @@ async def test_a_lost_node_takes_only_its_replica(
             readers = [asyncio.create_task(tokens_of(engine, prompt, LONG)) for prompt in prompts]
             await all_decode(engine, len(prompts))
             assert len(second.journal) == 2
-            other.signal(signal.SIGKILL)
-            await until(lambda: len(first.journal) == 4, "they did not move")
+            with halted(engine, 0):
+                other.signal(signal.SIGKILL)
+                await until(lambda: len(first.journal) == 4, "they did not move")
             assert (second.board.worker, engine.health().reason) == (None, "ok")
             async with asyncio.timeout(PATIENCE):
                 assert await asyncio.gather(*readers) == expected

@@ -19,9 +19,9 @@ from kernels.contract.grammar import Grammar
 from tests.kits import engines
 from tests.kits.waiting import PATIENCE
 
-GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=24, ignore_eos=True)
 PROMPTS = ["Once upon", "The quick brown fox " * 12, "one two three"]
 
 small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)

@@ -23,10 +23,10 @@ from actors.runtime import ChildCrash
 from app.understudy import MODEL_DIR
 from kernels.contract.topology import Rank
 from tests.kits.engines import rest, small_engine
-from tests.kits.replicas import all_decode, alone, kill, replicas, tokens_of
-from tests.kits.waiting import until
+from tests.kits.replicas import all_decode, alone, halted, kill, replicas, tokens_of
+from tests.kits.waiting import PATIENCE, until
 
-PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PROMPTS = [f"The lazy dog {i}" for i in range(8)]
 
 
@@ -45,10 +45,11 @@ async def test_requests_of_a_dead_replica_go_on_in_the_other(tiny_model: Path) -
         assert (len(first.journal), len(second.journal)) == (4, 4)
         assert engine.describe()["scheduler"]["running"] == 8
         timelines = [entry.timeline for entry in second.journal.live()]
-        kill(engine, 1)
-        await until(lambda: len(first.journal) == 8, "they did not move")
-        assert second.board.worker is None  # nothing waits for its restart
-        async with asyncio.timeout(120):
+        with halted(engine, 0):
+            kill(engine, 1)
+            await until(lambda: len(first.journal) == 8, "they did not move")
+            assert second.board.worker is None  # nothing waits for its restart
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
         for timeline in timelines:
             assert [mark.name for mark in timeline.marks] == ["first_token", "worker_died", "handed_over", "resumed"]
@@ -68,7 +69,7 @@ async def test_deaths_of_all_replicas_lose_no_request(tiny_model: Path) -> None:
         await all_decode(engine)
         kill(engine, 0)
         kill(engine, 1)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
         await rest(engine)
 
@@ -92,7 +93,7 @@ async def test_a_request_that_comes_back_keeps_its_text(tiny_model: Path) -> Non
         await all_decode(engine, 3)
         await _moved_by_a_death(engine, first, second)
         await _moved_by_a_death(engine, second, first)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
 
 
@@ -102,7 +103,7 @@ async def test_a_hanging_replica_is_left(tiny_model: Path) -> None:
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         os.kill(engine.describe()["workers"][0]["pid"], signal.SIGSTOP)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
         await rest(engine)
 
@@ -113,7 +114,7 @@ async def test_a_harmful_request_is_found_across_replicas(tiny_model: Path) -> N
     with FaultPlan(Fault("decode", "kill", mark=7)) as plan:
         async with small_engine(tiny_model, dp=2, faults=plan) as engine:
             readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in [*others, [7] * 20]]
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(PATIENCE):
                 *answers, harmful = await asyncio.gather(*readers, return_exceptions=True)
             assert isinstance(harmful, RequestFailed)
             assert answers == expected
@@ -128,7 +129,7 @@ async def test_a_broken_replica_does_not_end_the_others(tiny_model: Path) -> Non
             await until(lambda: first.board.worker is not None, "it did not come back")
             kill(engine, 0)
             await until(lambda: first.board.worker is None, "it is still alive")
-            assert len((await tokens_of(engine, "Once", PARAMS))[0][0]) == 400
+            assert len((await tokens_of(engine, "Once", PARAMS))[0][0]) == 100
         assert engine.status.phase == "ready"
 
 
@@ -138,13 +139,14 @@ async def test_a_pause_does_not_wait_for_a_dead_replica(tiny_model: Path) -> Non
         first, second = replicas(engine)
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS[:4]]
         await all_decode(engine, 4)
-        kill(engine, 0)
-        await until(lambda: len(second.journal) == 4, "they did not move")
+        with halted(engine, 1):
+            kill(engine, 0)
+            await until(lambda: len(second.journal) == 4, "they did not move")
         assert first.board.worker is None
         await engine.pause_generation("in_place")
         assert first.board.worker is None
         await engine.continue_generation()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
 
 
@@ -158,7 +160,7 @@ async def test_choices_and_grammars_move(tiny_model: Path) -> None:
         old, new = (0, 1) if len(first.journal) else (1, 0)
         kill(engine, old)
         await until(lambda: len(replicas(engine)[new].journal) == 3, "they did not move")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert [await reader] == expected
         assert len(first.journal) == len(second.journal) == 0
 
@@ -173,15 +175,16 @@ async def test_a_request_that_moved_can_be_aborted_and_outlives_a_scheduler(tiny
         [moving] = [request for request in engine.intake._requests.values() if request.prompt == "to be aborted"]
         assert moving.route is not None
         replica = next(each for each in replicas(engine) if each.route is moving.route)
-        kill(engine, replica.number)
-        await until(lambda: moving.route is not replica.route, "it did not move")
-        assert engine._system is not None
         other = next(each for each in replicas(engine) if each is not replica)
-        engine._system.crash_actor(other.scheduler, ChildCrash("a test"))
-        assert await engine.abort(moving.buffer.request_id) == 1
+        assert engine._system is not None
+        with halted(engine, other.number):
+            kill(engine, replica.number)
+            await until(lambda: moving.route is not replica.route, "it did not move")
+            engine._system.crash_actor(other.scheduler, ChildCrash("a test"))
+            assert await engine.abort(moving.buffer.request_id) == 1
         with pytest.raises(RequestAborted):
             await aborted
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
         await rest(engine)
 
@@ -196,10 +199,11 @@ async def test_replicas_of_two_ranks(tiny_model: Path) -> None:
         first, second = replicas(engine)
         readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
-        kill(engine, 3)  # rank 1 of the second replica
-        await until(lambda: len(first.journal) == 8, "they did not move")
-        assert second.board.worker is None
-        async with asyncio.timeout(120):
+        with halted(engine, 0, 1):
+            kill(engine, 3)  # rank 1 of the second replica
+            await until(lambda: len(first.journal) == 8, "they did not move")
+            assert second.board.worker is None
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*readers) == expected
         await until(lambda: second.board.worker is not None, "it did not come back")
         await rest(engine)
@@ -308,7 +312,7 @@ async def test_each_method_serves(tiny_model: Path, method: str) -> None:
     async with small_engine(tiny_model, dp=2, load_balance_method=method) as engine:
         assert engine.intake is not None
         assert engine.intake._router._method == method
-        assert len((await tokens_of(engine, "Once", PARAMS))[0][0]) == 400
+        assert len((await tokens_of(engine, "Once", PARAMS))[0][0]) == 100
 
 
 async def test_prompts_in_turn_are_round_robin(tiny_model: Path) -> None:

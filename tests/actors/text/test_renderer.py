@@ -16,6 +16,7 @@ from actors.engine.engine import Engine
 from actors.protocol import Render, RendererConfig, RendererProtocol
 from actors.protocol.requests import LIMITS, Chat, InvalidRequest, RequestFailed, SamplingParams
 from actors.runtime import ActorDied, ActorSystem, ChildCrash
+from actors.runtime.process.blank_process import launch_blank
 from actors.text import rendering
 from actors.text.rendering import Rendering
 from tests.kits.waiting import until
@@ -194,6 +195,7 @@ async def test_the_process_is_small_and_has_no_library_of_models() -> None:
             name="renderer",
             target="actors.text.renderer:Renderer",
             config=RendererConfig(template=TEMPLATE, variables={}, processor_seconds=5.0, memory=rendering.MEMORY),
+            launcher=launch_blank,
         )
         await ref.ask(Render(chat=chat()), timeout=60)
         [status] = system.describe()

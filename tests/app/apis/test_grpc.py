@@ -393,6 +393,7 @@ async def test_a_call_belongs_to_the_clients_trace(served: Any) -> None:
     assert (timeline.operation, timeline.traceparent, timeline.label) == ("text_completion", trace, "mine")
 
 
+@pytest.mark.usefixtures("warm_workers")
 async def test_an_encoder_embeds_and_classifies_token_ids(tmp_path: Path) -> None:
     for name, labels in (("embeds", 0), ("classifies", 1)):
         make_tiny_encoder(tmp_path / name, labels=labels)

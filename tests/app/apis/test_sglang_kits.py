@@ -175,7 +175,7 @@ def test_abort_all_ends_every_request_as_aborted(client):
 
 def test_a_pause_in_place_holds_requests_until_it_ends(client):
     with ThreadPoolExecutor(8) as pool:
-        futures = started(client, 8, pool, 400)
+        futures = started(client, 8, pool, 800)
         assert client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
         try:
             done = sum(future.done() for future in futures)
@@ -185,7 +185,7 @@ def test_a_pause_in_place_holds_requests_until_it_ends(client):
             assert sum(future.done() for future in futures) == done < 8
         finally:
             assert client.post("/continue_generation", json={}).status_code == 200
-        assert all(future.result()["meta_info"]["completion_tokens"] == 400 for future in futures)
+        assert all(future.result()["meta_info"]["completion_tokens"] == 800 for future in futures)
 
 
 # -- prefix cache

@@ -165,8 +165,7 @@ async def test_one_picture_is_drawn_for_all_viewers(application, engine, serve):
     answer = await asyncio.gather(*(events(url, "/stage?frames=3", 3) for _ in range(6)))
     numbers = [one["number"] for seen in answer for one in seen]
     assert len(numbers) == 18
-    assert application.service.feed.drawn == max(numbers)
-    assert max(numbers) < 18
+    assert max(numbers) <= application.service.feed.drawn < 18
 
 
 async def test_nothing_is_drawn_without_a_viewer(application, engine, serve, until):

@@ -12,7 +12,7 @@ from tests.kits.real_server import running
 
 @pytest.mark.long
 async def test_after_rude_clients_and_a_killed_worker_nothing_is_left(tmp_path: Path) -> None:
-    with running(tmp_path / "log", *SERVER) as server:
+    with running(tmp_path / "log", *SERVER, "--standby-worker") as server:
         ledger, before, after, problems = await soak(
             server.url, server.process.pid, seconds=9, warm_up=2, clients=24, kill_every=4, seed=7
         )

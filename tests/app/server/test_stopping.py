@@ -149,7 +149,7 @@ def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, number: signal
 
 def test_an_engine_that_gives_up_ends_every_stream_and_exits_with_three(tmp_path: Path, tiny_model: Path) -> None:
     # More than can come to their end, or be quarantined after two deaths, while the worker dies again and again.
-    with loaded(tmp_path / "log", tiny_model, streams=48) as (server, readers, _):
+    with loaded(tmp_path / "log", tiny_model, "--max-worker-restarts", "3", streams=48) as (server, readers, _):
         children = family(server)
         killed: set[int] = set()
 
