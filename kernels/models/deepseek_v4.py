@@ -353,20 +353,17 @@ def _layer(
     else:
         experts = moe.SparseFeedForward(builder, sizes, name, DEEPSEEK, gate, gate)
 
-    def choose(x: Tensor, ids: Tensor) -> Tensor:
-        tokens.value = ids
-        return experts(x)
-
     def half(connection: str, norm: str) -> StreamHalf:
         around = HyperConnection(builder, streams, f"{name}.{connection}")
         return StreamHalf(around, builder.norm(f"{name}.{norm}", config.norm_eps))
 
     return StreamBlock(
         (half("attn_hc", "input_layernorm"), attention),
-        (half("ffn_hc", "post_attention_layernorm"), choose),
+        (half("ffn_hc", "post_attention_layernorm"), experts),
         streams.count,
         is_first=number == 0,
         head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,
+        tokens=tokens,
     )
 
 

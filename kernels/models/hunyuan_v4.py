@@ -70,7 +70,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     limit = _limit(raw)
     raw = ConfigReader({**_DEFAULTS, **raw.raw, **own}, raw.architecture)
     experts = raw.deepseek_experts(raw.later_layers(1), "sigmoid", pair_sum=True)
-    plain = raw.indexed_decoder(experts=experts, eps=1e-5)
+    plain = raw.indexed_decoder(experts=dataclasses.replace(experts, wide_router=True), eps=1e-5)
     latent, index = deepseek_v32.sizes(plain)
     index = dataclasses.replace(index, rotates_last=True, norm_eps=plain.norm_eps)
     latent = dataclasses.replace(latent, index=index, norm_eps=plain.norm_eps if seeing else latent.norm_eps)
@@ -193,7 +193,7 @@ def _layer(config: HunyuanV4Config, builder: LayerBuilder, number: int, indexers
 
     return StreamBlock(
         (half("attn_hc", "input_layernorm"), gated),
-        (half("ffn_hc", "post_attention_layernorm"), lambda x, tokens: feed_forward(x)),
+        (half("ffn_hc", "post_attention_layernorm"), feed_forward),
         streams.count,
         is_first=number == 0,
         head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,

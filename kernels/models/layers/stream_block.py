@@ -5,21 +5,19 @@ streams = connect(streams, attention(norm(x)));  streams = connect(streams, feed
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from kernels.core.batch import ForwardBatch
-from kernels.core.operators import Norm, PendingResidual
+from kernels.core.operators import Linear, Norm, PendingResidual
+from kernels.distributed.turns import PassValue
 from kernels.models.layers.block import AttentionLayer
 from kernels.models.layers.constrained_connections import HyperHead
 
-__all__ = ["Connection", "FeedForward", "StreamBlock", "StreamHalf"]
+__all__ = ["Connection", "StreamBlock", "StreamHalf"]
 
 Weights: TypeAlias = tuple[Tensor, ...]
-FeedForward: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Normed rows [rows, hidden] and their token ids int64 [rows] -> [rows, hidden]."""
 
 
 class Connection(Protocol):
@@ -48,20 +46,22 @@ class StreamHalf:
 
 class StreamBlock:
     """A layer between ``count`` streams [tokens, count * hidden]. ``is_first``: it reads embeddings [tokens, hidden].
-    ``head``: of the last layer, which returns what the output reads."""
+    ``head``: of the last layer, which returns what the output reads. ``tokens``: gets the ids of the
+    feed-forward layer's rows, for experts that are chosen by them."""
 
     def __init__(
         self,
         attention: tuple[StreamHalf, AttentionLayer],
-        feed_forward: tuple[StreamHalf, FeedForward],
+        feed_forward: tuple[StreamHalf, Linear],
         count: int,
         *,
         is_first: bool,
         head: HyperHead | None,
+        tokens: PassValue | None = None,
     ) -> None:
         self.around_attention, self.attention = attention
         self.around_feed_forward, self.feed_forward = feed_forward
-        self.count, self.is_first, self.head = count, is_first, head
+        self.count, self.is_first, self.head, self.tokens = count, is_first, head, tokens
 
     @property
     def first_norm(self) -> Norm | None:
@@ -82,15 +82,16 @@ class StreamBlock:
         wanted: Tensor | None = None,
     ) -> tuple[PendingResidual, Tensor]:
         """As ``DecoderLayer``, but for the streams."""
-        count, tokens = self.count, batch.token_ids
+        count = self.count
         streams = residual.unsqueeze(1).expand(-1, count, -1) if self.is_first else residual.unflatten(1, (count, -1))
         mixed, weights = self.around_attention.read(streams)
         result = self.attention(mixed, cos, sin, cache, batch, wanted)
         if wanted is not None:
-            streams, tokens = streams.index_select(0, wanted), tokens.index_select(0, wanted)
+            streams = streams.index_select(0, wanted)
             weights = tuple(one.index_select(0, wanted) for one in weights)
         streams = self.around_attention.connection.write(streams, result, weights)
+        if self.tokens is not None:
+            self.tokens.value = batch.token_ids if wanted is None else batch.token_ids.index_select(0, wanted)
         mixed, weights = self.around_feed_forward.read(streams)
-        result = self.feed_forward(mixed, tokens)
-        streams = self.around_feed_forward.connection.write(streams, result, weights)
+        streams = self.around_feed_forward.connection.write(streams, self.feed_forward(mixed), weights)
         return None, streams.flatten(1) if self.head is None else self.head(streams)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ def test_published_names_of_deepseek_v4_are_read(reference, drive, prompts, tmp_
     assert (scored(drive(copy), prompt, [40]) == expected).all()
 
 
-@pytest.mark.parametrize("name", ["ling3", "mistral-large4"])
+@pytest.mark.parametrize("name", ["hunyuan-v4", "ling3", "mistral-large4"])
 def test_routers_stay_in_float32_where_transformers_keep_them(name, reference, drive, tmp_path):
     """Logits in bfloat16, or of rounded weights, choose other experts of some tokens. Without groups, and with a plain
     softmax, for which devices have kernels."""
@@ -242,7 +243,8 @@ def test_routers_stay_in_float32_where_transformers_keep_them(name, reference, d
     router, hidden = model.model.model.layers[2].mlp.gate, model.model.config.hidden_size
     x = torch.randn(4000, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     scores = x.float() @ router.weight.T
-    if name == "ling3":
+    if name != "mistral-large4":
         scores = scores.sigmoid() + router.e_score_correction_bias
-    experts = drive(path, dtype="bfloat16").runner._loaded.model.layers[2].mlp.experts
+    layer: Any = drive(path, dtype="bfloat16").runner._loaded.model.layers[2]
+    experts = (layer.feed_forward if name == "hunyuan-v4" else layer.mlp).experts
     assert torch.equal(experts.choose(x).long().sort(1).values, scores.topk(3).indices.sort(1).values)
