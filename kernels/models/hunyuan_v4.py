@@ -67,7 +67,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     own: dict[str, Any] = {"rope_interleave": seeing, "indexer_rope_interleave": seeing}
     if raw.raw.get("indexer_types") is None:
         own["indexer_types"] = ["full" if layer == 0 or layer % 4 == 1 else "shared" for layer in range(raw.layers)]
-    limit = raw.number("swiglu_limit", 10.0)
+    limit = _limit(raw)
     raw = ConfigReader({**_DEFAULTS, **raw.raw, **own}, raw.architecture)
     experts = raw.deepseek_experts(raw.later_layers(1), "sigmoid", pair_sum=True)
     plain = raw.indexed_decoder(experts=dataclasses.replace(experts, wide_router=True), eps=1e-5)
@@ -79,8 +79,15 @@ def config(raw: ConfigReader) -> ModelConfig:
         **fields | {"latent": latent, "sinks": True},
         streams=StreamConfig(raw.size("hc_mult", 4), 0, raw.number("hc_eps", 1e-6), plain.norm_eps),
         magnitude=raw.number("hc_magnitude", 2.0),
-        limit=max(limit, 0.0),
+        limit=limit,
     )
+
+
+def _limit(raw: ConfigReader) -> float:
+    """``swiglu_limit``; those that are not above 0 mean none."""
+    given = raw.raw.get("swiglu_limit")
+    none = isinstance(given, int | float) and not isinstance(given, bool) and given <= 0
+    return 0.0 if none else raw.number("swiglu_limit", 10.0)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

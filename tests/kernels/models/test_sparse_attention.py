@@ -195,6 +195,19 @@ def test_layers_of_hunyuan_v4_with_an_indexer_are_every_fourth():
     assert config.experts.layers == {1, 2, 3, 4, 5, 6}
 
 
+@pytest.mark.parametrize(("given", "limit"), [(0, 0.0), (-1.0, 0.0), (None, 10.0), (0.5, 0.5)])
+def test_limits_of_hunyuan_v4_that_are_not_above_0_mean_none(given, limit):
+    raw = COMMON | HUNYUAN_V4 | {"architectures": ["HYV4ForCausalLM"], "swiglu_limit": given}
+    assert parse_config(raw).limit == limit
+
+
+@pytest.mark.parametrize("given", [True, "5"])
+def test_a_limit_of_hunyuan_v4_that_is_no_number_is_refused(given):
+    raw = COMMON | HUNYUAN_V4 | {"architectures": ["HYV4ForCausalLM"], "swiglu_limit": given}
+    with pytest.raises(ConfigError, match="swiglu_limit must be a number above 0"):
+        parse_config(raw)
+
+
 def test_hunyuan_v4_refuses_what_needs_one_stream_or_whole_heads(reference):
     config = read_config(reference("hunyuan-v4").path)
     for wrong, says in (
