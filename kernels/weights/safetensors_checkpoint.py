@@ -339,11 +339,13 @@ class SafetensorsCheckpoint:
                     wrong.append(f"{held} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
         layers = {_layer(name) for spec in self._tensors.values() for name in (spec.name, *spec.aliases)} - {""}
         unread = {name for spec in self._tensors.values() for name in spec.unread}
+        modules = {name.removesuffix(".weight") for name in unread if name.endswith(".weight")}
         for name in self._file_of:
             if (
                 _layer(name) in layers
                 and name not in expected
                 and name not in unread
+                and name.rpartition(".")[0] not in modules  # scales of a quantized weight
                 and not name.endswith(".inv_freq")
                 and not (scheme is not None and scheme.ignores(name, self._tensors))
             ):
@@ -388,7 +390,9 @@ def _beside(stored: str, own: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """The layer that a tensor is of, such as model.layers.3, transformer.h.3 or layers.3; "" for others."""
-    parts = name.split(".", 3)
-    count = 3 if len(parts) > 3 and parts[2].isdigit() else 2
-    return ".".join(parts[:count]) if len(parts) > count and parts[count - 1].isdigit() else ""
+    """The layer that a tensor is of, such as model.layers.3, transformer.h.3, layers.3 or model.mtp.layers.0; "" for
+    others."""
+    parts = name.split(".", 4)
+    most = 4 if name.startswith("model.mtp.") else 3
+    count = next((count for count in range(most, 1, -1) if count < len(parts) and parts[count - 1].isdigit()), 0)
+    return ".".join(parts[:count])

@@ -7,10 +7,13 @@ import json
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import ConfigError, LoadError
 from kernels.contract.speculation import SpeculativeSettings
 from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.quantized import fp8_rows
+from tests.kits.quantized import rewrite as quantize
 from tests.kits.speculation import step_heads
 from tests.kits.speculation.family_heads import LAYOUTS, Heads
 from tests.kits.speculation.gated_heads import nested
@@ -90,6 +93,23 @@ def test_half_precision_changes_no_token(name, reference, drive, prompts, tmp_pa
     assert driver.tokens[1] == alone.tokens[1]
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_heads_in_floats_change_no_token_of_a_quantized_model(name, reference, drive, prompts, tmp_path):
+    """LongCat-Flash's files also have quantized experts that return their input."""
+    (text,), heads = prompts(40, seed=3), Heads(name, reference(name), tmp_path / "model")
+
+    def change(module, weight):
+        kept = module.startswith(heads.first) or "mtp" in module
+        return {f"{module}.weight": weight} if kept else fp8_rows(module, weight)
+
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    path = quantize(tmp_path / "model", tmp_path / "quantized", change, settings)
+    driver, alone = drive(path, speculation=ONE), drive(path)
+    assert len(drafted(driver, text, ONE)) == 5
+    alone.admit(1, text)
+    assert driver.tokens[1] == alone.generate(1, len(driver.tokens[1]))
+
+
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("mimo", "nemotron-3")])
 def test_trees_of_a_head_change_no_token(name, reference, drive, prompts, tmp_path):
     model, (text,) = reference(name), prompts(40, seed=3)
@@ -112,6 +132,14 @@ def test_two_ranks_draft_as_one_device_does(reference, prompts, tmp_path):
         expected.append([model.greedy(text, 50) for text in texts])
     for rank in run_ranks(jobs):
         assert [job["tokens"] for job in rank] == expected
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_of_a_head_that_is_not_read_is_named(name, reference, drive, tmp_path):
+    heads, file = Heads(name, reference(name), tmp_path / "model"), tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {f"{heads.first}.mlp.other.weight": torch.zeros(2)}, file)
+    with pytest.raises(LoadError, match=rf"{heads.first}\.mlp\.other\.weight is in the checkpoint and not in the"):
+        drive(tmp_path / "model", speculation=ONE)
 
 
 def test_a_head_of_other_layers_is_named(reference, drive, tmp_path):
