@@ -7,7 +7,10 @@
     classification.py                          heads that classify or reward
     mla.py           latent attention          indexer.py: chooses the tokens of sparse attention
     query_scale.py   queries that grow with their positions, by learned numbers
-    recurrent.py     layers with states        delta_net.py, mamba.py, short_convolution.py: their kinds
+    compressed_attention.py   entries of several tokens           block_attention.py   blocks that an indexer chooses
+    recurrent.py     layers with states        delta_net.py, kimi_delta.py, mamba.py, lightning.py, short_convolution.py
+    stream_block.py  a layer between several residual streams      hyper_connections.py, constrained_connections.py,
+                     independent_connections.py: how these are mixed
     gated_attention.py   attention whose result is gated
     sparse.py        decoders of dense and expert layers, and of layers of several kinds    routes.py: chosen experts
 
