@@ -43,6 +43,15 @@ def test_two_ranks_with_half_of_the_experts_generate_what_one_does(reference, dr
     assert quantized.weight_bytes / 2 < first[3]["weight_bytes"] < 0.7 * quantized.weight_bytes
 
 
+def test_layers_between_streams_share_experts_and_run_parts_of_attention(reference, prompts):
+    model, texts = reference("parallel-hunyuan-v4"), prompts(5, 9, 17)
+    parts = [[texts[0]], texts[1:]]
+    shared = {"model": str(model.path), "parts": parts, "length": LENGTH, "options": {"dp_size": 2, "ep_size": 2}}
+    for rank, (whole, part) in enumerate(run_ranks([job(model, texts, 2), shared])):
+        assert whole["tokens"] == [model.greedy(text, LENGTH) for text in texts]
+        assert part["tokens"] == [model.greedy(text, LENGTH) for text in parts[rank]]
+
+
 def test_ranks_with_whole_dense_layers_generate_what_one_does(reference, prompts):
     """Beside experts in parts, alone, and with prompts that ranks divide."""
     texts = prompts(5, 9, 70)

@@ -148,12 +148,14 @@ def test_settings_of_experts_that_are_not_read_are_named(config, says, reference
         drive(path)
 
 
-def test_two_ranks_read_their_parts_of_published_files(reference, drive, prompts, tmp_path):
+def test_two_ranks_read_their_parts_of_published_files_or_experts(reference, drive, prompts, tmp_path):
     path, _ = write_published(reference(MODEL).path, tmp_path)
     texts = prompts(5, 23)
-    (reported,), (also,) = run_ranks([{"model": str(path), "prompts": texts, "length": 30}])
+    job = {"model": str(path), "prompts": texts, "length": 30}
+    answers = run_ranks([job, job | {"options": {"ep_size": 2}}])
     alone = drive(path)
     for slot, text in enumerate(texts, start=1):
         alone.admit(slot, text)
         alone.generate(slot, 30)
-    assert reported["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]
+    expected = [alone.tokens[slot] for slot in sorted(alone.tokens)]
+    assert [reported["tokens"] for rank in answers for reported in rank] == [expected] * 4

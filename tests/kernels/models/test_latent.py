@@ -116,7 +116,7 @@ def test_answers_of_vectors_in_few_bits_are_close(name, dtype, error, reference,
     assert driver.info.cache_token_bytes == 3 * bytes_
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm5", "mistral-large4"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm5", "hunyuan-v4", "mistral-large4"])
 def test_narrow_vectors_serve_mixed_steps_alike(name, reference, drive, prompts):
     model, texts = reference(name), prompts(20, 70, 33)
     alone = []

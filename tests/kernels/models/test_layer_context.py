@@ -83,7 +83,7 @@ def test_layers_around_experts_use_adapters(name, leave, reference, drive, promp
     assert_rows_use_their_adapters(reference(name).path, tmp_path, drive, prompts, VOCAB, 5e-4, steps=3, leave=leave)
 
 
-LATENT = ["deepseek-v2", "kimi-k2", "glm5", "kimi-linear", "longcat-flash", "mistral-large4"]
+LATENT = ["deepseek-v2", "kimi-k2", "glm5", "hunyuan-v4", "kimi-linear", "longcat-flash", "mistral-large4"]
 
 
 @pytest.mark.parametrize("name", LATENT)

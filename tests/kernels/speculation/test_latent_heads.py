@@ -84,7 +84,7 @@ def test_trees_of_a_head_change_no_token(name, reference, drive, prompts, tmp_pa
         assert driver.tokens[slot] == model.greedy(text, len(driver.tokens[slot]))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2", "glm5", "mistral-large4"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2", "glm5", "hunyuan-v4", "mistral-large4"])
 def test_accepted_ngrams_are_what_the_model_says(name, reference, drive, prompts, monkeypatch):
     """The suffixes of the answer were seen with other tokens behind them, too: accepted nodes stand beside wrong ones,
     and their vectors are moved."""
