@@ -147,6 +147,7 @@ class LayerContext:
             self._current = torch.zeros(1, dtype=torch.int64, device=self.device)
         return self._current
 
+    @torch.inference_mode()
     def _begin(self) -> None:
         self.passes += 1
         if self._current is not None:
