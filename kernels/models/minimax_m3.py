@@ -47,7 +47,7 @@ _ONLY_SPARSE: Mapping[str, object] = {"use_sparse_attention": True, "sparse_init
 
 @dataclass(frozen=True)
 class MiniMaxM3Config(ModelConfig):
-    """``index``: of the ``sparse`` layers. ``gate``: of all feed-forward layers."""
+    """``index``: of the ``sparse`` layers; None: there are none. ``gate``: of all feed-forward layers."""
 
     index: GroupIndexConfig | None = None
     sparse: frozenset[int] = frozenset()
@@ -82,17 +82,18 @@ def config(raw: ConfigReader) -> ModelConfig:
         rotary = inner.size("rotary_dim") / inner.size("head_dim", 128)
     plain = outer.decoder(experts=experts, qk_norm=True, head_dim=128, rotary=rotary, theta=5000000.0)
     kinds = inner.layer_types("full_attention", _SPARSE)
+    sparse = frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return MiniMaxM3Config(
         **fields | {"norm_offset": 1.0},
-        index=_index(inner, plain),
-        sparse=frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE),
+        index=_index(inner, plain) if sparse else None,
+        sparse=sparse,
         gate=ClampedGate(inner.number("swiglu_alpha", 1.702), inner.number("swiglu_limit", 7.0)),
     )
 
 
 def _index(raw: ConfigReader, plain: ModelConfig) -> GroupIndexConfig:
-    heads = raw.size("index_n_heads", 4 if raw.raw.get("layer_types") else plain.kv_heads)
+    heads = raw.size("index_n_heads", 4)
     index = GroupIndexConfig(
         raw.size("index_head_dim", 128),
         raw.size("index_block_size", 128),
@@ -180,7 +181,7 @@ def _tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """Keys and values of all layers, and index keys of those with an indexer."""
     assert isinstance(config, MiniMaxM3Config)
-    if config.index is None or not config.sparse:
+    if config.index is None:
         return gqa.caches(config)
     return (CacheGroup(config.index.spec(), tuple(sorted(config.sparse))), *gqa.caches(config))
 

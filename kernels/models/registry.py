@@ -532,6 +532,11 @@ _EXAMPLE = {
     "n_group": 1,
     "topk_group": 1,
     "layer_group_size": 2,
+    "sparse_attention_config": {
+        "sparse_attention_freq": [0, 1],
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 128,
+    },
 }
 """A small model with everything that a family may have."""
 
