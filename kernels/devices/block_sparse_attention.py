@@ -113,8 +113,8 @@ def attend_chosen_heads(
     chosen: Chosen,
     whole: Callable[[Tensor, AttentionRows], Tensor],
 ) -> Tensor:
-    """Attention of ``queries`` [tokens, heads, dim] over the ``chosen`` tokens of their rows, which are those of all heads
-    or [queries, kv_heads, chosen] -> [tokens, heads * dim].
+    """Attention of ``queries`` [tokens, heads, dim] over the ``chosen`` tokens of their rows -> [tokens, heads * dim].
+    These are of all heads, or [queries, kv_heads, chosen].
 
     gather: the keys and values of places int64 [n] in the cache, [n, 2, kv_heads, dim or more]. whole: attention of the
     queries of a row over all tokens before them, -> [tokens, heads * dim].

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.contract.caches import CacheGroup
@@ -51,7 +51,7 @@ class MiniMaxM3Config(ModelConfig):
 
     index: GroupIndexConfig | None = None
     sparse: frozenset[int] = frozenset()
-    gate: ClampedGate = ClampedGate(1.702, 7.0)
+    gate: ClampedGate = field(default_factory=lambda: ClampedGate(1.702, 7.0))
 
     @property
     def indexed(self) -> bool:
@@ -83,7 +83,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     plain = outer.decoder(experts=experts, qk_norm=True, head_dim=128, rotary=rotary, theta=5000000.0)
     kinds = inner.layer_types("full_attention", _SPARSE)
     sparse = frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
-    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    fields = {one.name: getattr(plain, one.name) for one in dataclasses.fields(plain)}
     return MiniMaxM3Config(
         **fields | {"norm_offset": 1.0},
         index=_index(inner, plain) if sparse else None,
@@ -146,7 +146,9 @@ def _as_transformers(raw: ConfigReader) -> dict[str, Any]:
         if not isinstance(values, list) or any(
             one and not two for one, two in zip(flags, [*values, *flags], strict=False)
         ):
-            raise ConfigError("config.json: sparse_disable_index_value must be 1 in all layers of sparse_attention_freq")
+            raise ConfigError(
+                "config.json: sparse_disable_index_value must be 1 in all layers of sparse_attention_freq"
+            )
     flags = given.pop("moe_layer_freq", None)
     if isinstance(flags, list) and given.get("mlp_layer_types") is None:
         given["mlp_layer_types"] = ["sparse" if one else "dense" for one in flags]

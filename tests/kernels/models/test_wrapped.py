@@ -16,7 +16,19 @@ from kernels.models.config_loader import read_config
 from kernels.models.registry import LANGUAGE_MODEL_SIZES, LANGUAGE_MODELS, find
 from kernels.weights.config_json import read_merged
 from kernels.weights.wrapped import language_model, plain_name
-from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, HUNYUAN_V4, INDEXED, LLAMA3_ROPE, MINIMAX_M3, QWEN4, ROUTED
+from tests.kits.driver import (
+    COMMON,
+    DEEPSEEK,
+    DELTA,
+    DENSE,
+    EXPERTS,
+    HUNYUAN_V4,
+    INDEXED,
+    LLAMA3_ROPE,
+    MINIMAX_M3,
+    QWEN4,
+    ROUTED,
+)
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 SIGLIP = TOWER | {"image_size": 16}
