@@ -15,7 +15,7 @@ from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta, make_up
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
 from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.cuda.matmul.scaled_residual import Scaled
-from tests.kernels.devices.cuda.test_cuda_projected import HEADS, KV_HEADS, Places, step
+from tests.kits.cuda.heads import HEADS, KV_HEADS, Places, step
 
 PLACES = 12
 SIZES = {"one": (128,), "three": (192, 64, 64), "gated": (128, 128)}
