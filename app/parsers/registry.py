@@ -21,6 +21,7 @@ from app.parsers.tools.internlm import InternLMParser
 from app.parsers.tools.json_calls import JsonParser
 from app.parsers.tools.kimi_k2 import KimiK2Parser
 from app.parsers.tools.llama3 import Llama3Parser
+from app.parsers.tools.minimax_m1 import MiniMaxM1Parser
 from app.parsers.tools.minimax_m2 import MiniMaxM2Parser
 from app.parsers.tools.mistral import MistralParser
 from app.parsers.tools.passthrough import PassthroughParser
@@ -49,6 +50,7 @@ TOOL_PARSERS: Mapping[ToolFormat, type[StreamingParser]] = {
     "kimi_k2": KimiK2Parser,
     "glm45": Glm45Parser,
     HARMONY: HarmonyParser,
+    "minimax-m1": MiniMaxM1Parser,
     "minimax-m2": MiniMaxM2Parser,
     "step3": Step3Parser,
     "granite": GraniteParser,
@@ -77,6 +79,7 @@ _TOOL_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("Environment: ipython", "llama3_json"),
     ("<|/tool_call|>", "phi4"),
     ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "minimax-m1"),
     ("<tool_call>", "hermes"),
 )
 """Texts in a chat template and the format that they tell; the first that is there decides."""
@@ -102,6 +105,7 @@ _FAMILIES: Mapping[str, tuple[ToolFormat, ThoughtFormat]] = {
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseek_v4", "deepseek-v3"),
     "Llama4ForCausalLM": ("llama4", OFF),
+    "MiniMaxM1ForCausalLM": ("minimax-m1", "base"),
     "Mistral3ForCausalLM": ("mistral", OFF),
     "Ministral3ForCausalLM": ("mistral", OFF),
     "Mistral4ForCausalLM": ("mistral", OFF),

@@ -176,10 +176,13 @@ BUILT_IN = (
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash", gguf="mimo2", gguf_experts=True),
+    Entry("MiMoV2ForCausalLM", "kernels.models.mimo_v2_flash"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3", gguf="minicpm3"),
     Entry("MiniMaxForCausalLM", "kernels.models.minimax"),
     Entry("MiniMaxM1ForCausalLM", "kernels.models.minimax"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2", gguf="minimax-m2", gguf_experts=True),
+    Entry("MiniMaxM3SparseForCausalLM", "kernels.models.minimax_m3"),
+    Entry("MiniMaxM3VLForCausalLM", "kernels.models.minimax_m3"),
     Entry("MiniMaxText01ForCausalLM", "kernels.models.minimax"),
     Entry("Ministral3ForCausalLM", "kernels.models.ministral3", gguf="mistral3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
@@ -234,6 +237,8 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
+    "minimax_m3_text": "MiniMaxM3VLForCausalLM",
+    "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
@@ -528,6 +533,11 @@ _EXAMPLE = {
     "n_group": 1,
     "topk_group": 1,
     "layer_group_size": 2,
+    "sparse_attention_config": {
+        "sparse_attention_freq": [0, 1],
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 128,
+    },
 }
 """A small model with everything that a family may have."""
 

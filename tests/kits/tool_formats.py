@@ -94,6 +94,8 @@ def written(name: str, *calls: Call) -> str:
             around = "function_calls" if name == "deepseekv32" else "tool_calls"
             blocks = "".join(_invoke(call, "｜DSML｜", True) for call in calls)
             return f"<｜DSML｜{around}>\n{blocks}</｜DSML｜{around}>"
+        case "minimax-m1":
+            return "\n".join(("<tool_calls>", *map(_named, calls), "</tool_calls>"))
         case "minimax-m2":
             return f"<minimax:tool_call>\n{''.join(map(_invoke, calls))}</minimax:tool_call>"
         case "step3":

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.contract.errors import ConfigError
 from kernels.core.layer_context import ExpertModules
 from kernels.core.operators import Linear
-from kernels.devices.experts import AdaptedExperts, Dispatch, Experts, ExpertWeights, Routing
+from kernels.devices.experts import AdaptedExperts, ClampedGate, Dispatch, Experts, ExpertWeights, Routing
 from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.shared_experts import SharedExperts
 from kernels.models.config import ConfigReader, ExpertsConfig
@@ -27,11 +27,13 @@ __all__ = [
     "DEEPSEEK",
     "QWEN",
     "ExpertNames",
+    "Gate",
     "LimitedGate",
     "SparseFeedForward",
     "adapted_experts",
     "expert_tensors",
     "expert_weights",
+    "gated_by",
     "gelu_and_mul",
     "limits",
     "stacked_adapters",
@@ -175,10 +177,15 @@ class LimitedGate:
         limited = F.silu(gate.clamp(max=self.limit)) if self.before else F.silu(gate).clamp(max=self.limit)
         return limited * up.clamp(-self.limit, self.limit)
 
-    def after(self, builder: LayerBuilder, *modules: str) -> Linear:
-        """The inner activations of a feed-forward layer. ``modules``: as ``LayerBuilder.gated``."""
-        linear = builder.linear(*modules)
-        return builder.ops.elementwise.compose(lambda x: self(linear(x)), lambda x: x)
+
+Gate = LimitedGate | ClampedGate
+"""What stands in the place of SwiGLU's gate."""
+
+
+def gated_by(builder: LayerBuilder, gate: Gate, *modules: str) -> Linear:
+    """The inner activations of a feed-forward layer. ``modules``: as ``LayerBuilder.gated``."""
+    linear = builder.linear(*modules)
+    return builder.ops.elementwise.compose(lambda x: gate(linear(x)), lambda x: x)
 
 
 def limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
@@ -195,7 +202,7 @@ class SharedExpert:
     the inner dimension. ``gate``: in place of SwiGLU's."""
 
     def __init__(
-        self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool, gate: LimitedGate | None = None
+        self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool, gate: Gate | None = None
     ) -> None:
         self._elementwise = builder.ops.elementwise
         *gates, down = (f"{module}.{name}" for name in names.shared_projections)
@@ -205,7 +212,7 @@ class SharedExpert:
         elif builder.shared is not None:  # it runs rows of other ranks, whose adapters it does not know
             builder.refuse_adapters((*gates, down), "it runs rows of other ranks (--enable-dp-attention)")
             builder = dataclasses.replace(builder, rows=None)
-        self.gate_up = builder.gated(*gates) if gate is None else gate.after(builder, *gates)
+        self.gate_up = builder.gated(*gates) if gate is None else gated_by(builder, gate, *gates)
         self.down = builder.expert_linear(down)
         self.weight: Linear | None = None
         if weighted:
@@ -235,8 +242,8 @@ class SparseFeedForward:
         config: ExpertsConfig,
         layer: str,
         names: ExpertNames = QWEN,
-        gate: LimitedGate | None = None,
-        shared_gate: LimitedGate | None = None,
+        gate: Gate | None = None,
+        shared_gate: Gate | None = None,
         *,
         fixed: Callable[[], Tensor] | None = None,
     ) -> None:
@@ -326,12 +333,13 @@ def _experts(
     experts: Sequence[ExpertWeights],
     *,
     routing: Routing,
-    gate: LimitedGate | None,
+    gate: Gate | None,
     adapted: AdaptedExperts | None = None,
 ) -> Experts:
     layers, cap = builder.ops.experts, config.router_softcap
-    if adapted is None and config.activation == "silu" and not cap and not config.identities and gate is None:
-        return layers.make(router, bias, experts, routing)
+    plain = adapted is None and config.activation == "silu" and not cap and not config.identities
+    if plain and (gate is None or isinstance(gate, ClampedGate)):
+        return layers.make(router, bias, experts, routing, gate)
     linear = layers.make_router(router, bias, routing)
     capped = (
         builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear
