@@ -124,7 +124,7 @@ def adapted_products(dtype):
         delta = CudaLowRankDelta(context, down, up, sizes)
         weight, norm = empty(sum(sizes), inputs, dtype=dtype), CudaNorm(empty(inputs, dtype=dtype), 1e-5)
         linear = CudaLinear(weight, None, gated=gated, delta=delta)
-        for tokens in (1, 16, 64):
+        for tokens in (1, 16, 64, 600):
             x = empty(tokens, inputs, dtype=dtype)
             context.enter(empty(tokens, dtype=torch.int64))
             linear(x)
