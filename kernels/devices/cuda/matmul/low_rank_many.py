@@ -31,9 +31,8 @@ _STAGES: Final = 3  # of A, 32 KiB each
 _TEAMS: Final = 4  # programs of A which divide the lines in use among their rows
 _MAX_SPLITS: Final = 16
 _COUNTERS: Final = 1024  # more than blocks of rows whose inputs are divided
-_OUT_ROWS: Final = 128  # of a program of B
-_COLUMNS: Final = 128
-_GATED: Final = 64  # rows and columns of a program of B that also activates
+_TILE: Final = (128, 128, 4)  # rows, columns and warps of a program of B
+_GATED: Final = (64, 64, 4)  # of one that also activates
 _STEP: Final = 64  # lines of B at a time; fewer of one adapter of a lower rank
 
 
@@ -227,11 +226,11 @@ class LowRankMany:
         tiles = [
             (column, end, module)
             for module, (begin, end) in enumerate(columns)
-            for column in range(begin, end, _COLUMNS)
+            for column in range(begin, end, _TILE[1])
         ]
         held = torch.tensor(tiles, dtype=torch.int32, device=down.device)
         arrived = torch.zeros(_COUNTERS, dtype=torch.int32, device=down.device)
-        return LowRankMany(down, up, rank, held, arrived, gcd(_COLUMNS, *(end for _, end in columns)))
+        return LowRankMany(down, up, rank, held, arrived, gcd(_TILE[1], *(end for _, end in columns)))
 
     def shrink(self, x: Tensor, places: Tensor) -> Tensor:
         """A times ``x`` [rows, inputs] -> [rows, modules * rank]; rows of place 0 are not written."""
@@ -255,13 +254,13 @@ class LowRankMany:
     ) -> Tensor:
         """B times ``low`` into ``out`` [rows, outputs], added to ``product``, if given."""
         (rows, lines), rank = low.shape, self.rank
-        row_block, columns = (_GATED, _GATED) if gated else (_OUT_ROWS, _COLUMNS)
+        row_block, columns, warps = _GATED if gated else _TILE
         alone = min(_STEP, max(16, triton.next_power_of_2(rank)))
         tiles, pdl = triton.cdiv(out.shape[1], columns) if gated else len(self.tiles), overlapping(out.device)
         source = out if product is None else product
         low_rank_many_up_kernel[(tiles, triton.cdiv(rows, row_block))](
             low, places, self.up, self.tiles, source, out, rows, source.stride(0), out.stride(0),
             self.up.stride(0) // 8, out.shape[1], lines, rank, alone, _STEP, row_block, columns, self.unit, product is not None, gated, pdl,
-            num_warps=4, launch_pdl=pdl,
+            num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
         return out
