@@ -168,9 +168,9 @@ class CudaLowRankDelta(LowRankDelta):
         self._counters = torch.zeros(down[:, :, 0].numel() + 1, dtype=torch.int32, device=down.device)
         self._sums = torch.zeros(down.shape[1], dtype=torch.int64, device=down.device)
         self._current, self._run = context.count_passes(), 0
-        self._many = None
+        self._prompts = None
         if not invariant and down.element_size() == 2:
-            self._many = LowRankMany.of(down, _by_outputs(up), self.columns, self.rank)
+            self._prompts = LowRankMany.of(down, _by_outputs(up), self.columns, self.rank)
 
     def __call__(self, x: Tensor, outputs: Tensor) -> Tensor:
         """``x`` [rows, inputs], ``outputs`` [rows, outputs], which is overwritten and returned."""
@@ -200,7 +200,7 @@ class CudaLowRankDelta(LowRankDelta):
 
     def _takes(self, x: Tensor) -> LowRankMany | None:
         """The kernels for many tokens, if they support these."""
-        return self._many if len(x) > _SMALL and x.dtype == self.down.dtype else None
+        return self._prompts if len(x) > _SMALL and x.dtype == self.down.dtype else None
 
     @property
     def extends(self) -> bool:

@@ -166,8 +166,8 @@ def low_rank_many_up_kernel(
     pdl: tl.constexpr,
 ):
     """``out`` [rows, outputs], whose rows are ``apart``: ``low`` [rows, lines] times ``up`` [outputs, 8 * eights] of
-    each row's place, ``rank`` numbers of a place; zeros for place 0. ``tiles`` int32 [tiles, 3]: a tile's first column, the
-    end of its module's, the module; columns are multiples of ``unit``. ``adds``: to ``product``, whose rows are
+    each row's place, ``rank`` numbers of a place; zeros for place 0. ``tiles`` int32 [tiles, 3]: a tile's first column,
+    the end of its module's, the module; columns are multiples of ``unit``. ``adds``: to ``product``, whose rows are
     ``stride`` apart. ``gated``: to ``product`` [rows, 2 * outputs], and the first module's result by silu times the
     second's is ``out``."""
     if gated:
@@ -260,7 +260,7 @@ class LowRankMany:
         source = out if product is None else product
         low_rank_many_up_kernel[(tiles, triton.cdiv(rows, row_block))](
             low, places, self.up, self.tiles, source, out, rows, source.stride(0), out.stride(0),
-            self.up.stride(0) // 8, out.shape[1], lines, rank, alone, _STEP, row_block, columns, self.unit, product is not None, gated, pdl,
-            num_warps=warps, launch_pdl=pdl,
+            self.up.stride(0) // 8, out.shape[1], lines, rank, alone, _STEP, row_block, columns, self.unit,
+            product is not None, gated, pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
         return out

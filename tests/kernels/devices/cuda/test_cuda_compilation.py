@@ -343,6 +343,7 @@ SPILLED = {
     "verify_attention_kernel": 512,
     "gemv_quantized_kernel": 128,
     "low_rank_up_kernel": 64,
+    "low_rank_many_up_kernel": 64,
 }
 """Bytes that some kernels write for want of registers, on some devices or with some sizes of pages: known, and little
 beside what they read."""
