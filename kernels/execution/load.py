@@ -442,7 +442,7 @@ def _open_groups(
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
     if config.speculation is not None and config.speculation.topk > 1 and follows_chains(groups):
-        kept = "states" if has_states(groups) else "windows of their entries' tokens"
+        kept = "states" if has_states(groups) else "windows"
         raise ConfigError(
             f"layers of {part.architecture} keep {kept}, which follow a single chain of draft tokens: use "
             "--speculative-eagle-topk 1"
