@@ -19,7 +19,7 @@ _NARROW = (
 _Method = Literal[
     "int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelopt", "modelslim", "gguf"
 ]
-_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"} | dict.fromkeys(
+_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant", "ascend": "modelslim"} | dict.fromkeys(
     ("modelopt_fp4", "modelopt_fp8"), "modelopt"
 )
 _UNBUILT = dict.fromkeys(

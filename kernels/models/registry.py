@@ -176,6 +176,7 @@ BUILT_IN = (
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash", gguf="mimo2", gguf_experts=True),
+    Entry("MiMoV2ForCausalLM", "kernels.models.mimo_v2_flash"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3", gguf="minicpm3"),
     Entry("MiniMaxForCausalLM", "kernels.models.minimax"),
     Entry("MiniMaxM1ForCausalLM", "kernels.models.minimax"),

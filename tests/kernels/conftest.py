@@ -131,6 +131,7 @@ DIVISIBLE |= {
         | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
         | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
     ),
+    "mimo-v2-two-parts": ("MiMoV2Flash", ROUTED["mimo-v2-flash"][1] | {"num_key_value_heads": 2, "vocab_size": 212}),
     "lfm3-one-tap": ("Lfm3", LFM3 | {"conv_L_cache": 1}),
     "qwen4-one-index-head": (
         "Qwen4ExpText",
