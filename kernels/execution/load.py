@@ -442,9 +442,9 @@ def _open_groups(
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
     if config.speculation is not None and config.speculation.topk > 1 and follows_chains(groups):
-        kept = "states" if has_states(groups) else "windows"
+        what = "states" if has_states(groups) else "windows"
         raise ConfigError(
-            f"layers of {part.architecture} keep {kept}, which follow a single chain of draft tokens: use "
+            f"layers of {part.architecture} keep {what}, which follow a single chain of draft tokens: use "
             "--speculative-eagle-topk 1"
         )
     if cache.dtype is not None and not all(isinstance(group.spec, Paged | Latent) for group in groups):
