@@ -29,7 +29,7 @@ _Method = Literal[
     "modelslim",
     "gguf",
 ]
-_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"} | dict.fromkeys(
+_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant", "ascend": "modelslim"} | dict.fromkeys(
     ("modelopt_fp4", "modelopt_fp8"), "modelopt"
 )
 _UNBUILT = dict.fromkeys(
