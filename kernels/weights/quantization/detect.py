@@ -11,6 +11,7 @@ from kernels.weights.config_json import read_merged
 from kernels.weights.gguf.header import is_gguf, read_header
 from kernels.weights.quantization.auto_round import AutoRound
 from kernels.weights.quantization.awq import Awq
+from kernels.weights.quantization.bitsandbytes import BitsAndBytes
 from kernels.weights.quantization.compressed import Compressed
 from kernels.weights.quantization.compressed_settings import import_package
 from kernels.weights.quantization.fp8 import Fp8
@@ -29,6 +30,7 @@ Reader = Callable[[Mapping[str, Any]], Scheme]
 METHODS: dict[str, Reader] = {
     "auto-round": AutoRound,
     "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
     "compressed-tensors": Compressed,
     "fbgemm_fp8": Fp8,
     "fp8": Fp8,
