@@ -55,7 +55,7 @@ def test_two_ranks_accept_the_same_ngrams(reference, prompts):
 
 def test_drafts_that_read_streams_are_refused(reference):
     model = SimpleNamespace(captures=(1,))
-    with pytest.raises(ConfigError, match="has 4 residual streams, and drafts .* read one"):
+    with pytest.raises(ConfigError, match="has 4 residual streams, and drafts"):
         deepseek_v4.build(read_config(reference("deepseek-v4").path), model)
 
 
