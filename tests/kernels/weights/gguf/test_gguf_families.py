@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -102,6 +103,26 @@ def test_exponents_in_mxfp4_that_are_no_number_are_named(reference, tmp_path):
 def test_glm_4_7_flash_is_read_as_deepseek(reference, drive, prompts, tmp_path):
     model, (prompt,) = reference("glm4-moe-lite"), prompts(20)
     file = write_gguf(model.path, tmp_path / "model.gguf")
+    assert greedy(drive, file, prompt, 50) == model.greedy(prompt, 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("qwen2", "Qwen2VL"), ("qwen3", "Qwen3VL"), ("native-moe", "Qwen3VLMoe")],
+)
+def test_language_models_of_qwen_vl_are_read(name, architecture, reference, drive, prompts, tmp_path):
+    """Their files say which parts of a head turn by which side of a picture."""
+    model, (prompt,) = reference(name), prompts(20)
+    shutil.copytree(model.path, tmp_path / "model")
+    raw = json.loads((model.path / "config.json").read_text()) | {"architectures": [f"{architecture}ForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    key = f"{architecture.lower()}.rope.dimension_sections"
+
+    def sections(writer):
+        writer.add_array(key, [2, 2, 2, 0])
+
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", tensors=sections)
+    assert read_header(file).metadata[key] == [2, 2, 2, 0]
     assert greedy(drive, file, prompt, 50) == model.greedy(prompt, 50)
 
 
