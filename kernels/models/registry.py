@@ -182,7 +182,7 @@ BUILT_IN = (
     Entry("MiniMaxM1ForCausalLM", "kernels.models.minimax"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2", gguf="minimax-m2", gguf_experts=True),
     Entry("MiniMaxM3SparseForCausalLM", "kernels.models.minimax_m3"),
-    Entry("MiniMaxM3VLForCausalLM", "kernels.models.minimax_m3"),
+    Entry("MiniMaxM3VLForCausalLM", "kernels.models.minimax_m3", gguf="minimax-m3", gguf_experts=True),
     Entry("MiniMaxText01ForCausalLM", "kernels.models.minimax"),
     Entry("Ministral3ForCausalLM", "kernels.models.ministral3", gguf="mistral3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
