@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from kernels.contract.caches import CacheGroup, CacheSpec
 from kernels.contract.errors import ConfigError
 from kernels.distributed.turns import PassValue
@@ -23,7 +21,7 @@ from kernels.models.layers import compressed_attention, constrained_connections,
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.compressed_attention import CompressedAttention, CompressedConfig, CompressedSizes, PassRows
 from kernels.models.layers.constrained_connections import HyperConnection, HyperHead, StreamConfig
-from kernels.models.layers.moe import DEEPSEEK, LimitedGate
+from kernels.models.layers.moe import DEEPSEEK, ExpertTable, LimitedGate
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.stream_block import StreamBlock, StreamHalf
 from kernels.weights.tensors import Role, TensorSpec, norm
@@ -317,11 +315,6 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
             f"o_groups {config.attention.groups} of {config.architecture} cannot be divided by --tensor-parallel-size "
             f"{ranks}; lower it"
         )
-    if builder.shared is not None:
-        raise ConfigError(
-            f"{config.architecture} does not run with --enable-dp-attention: its first layers choose experts by token "
-            "ids, which ranks do not exchange; leave it out"
-        )
     vocab = vocabulary.vocabulary(builder, config)
     rows, tokens = PassRows(builder.ops.memory.put), PassValue()
     context = builder.context or config.max_positions
@@ -347,11 +340,10 @@ def _layer(
         builder, config.layer(number), f"{name}.self_attn", config.heads, rotary=rotary, rows=rows
     )
     gate = LimitedGate(sizes.limit, before=True)
-    if number in config.hashed:
-        table = builder.source.take([f"{name}.mlp.gate.tid2eid"])
-        experts = moe.SparseFeedForward(builder, sizes, name, _HASHED, gate, gate, fixed=lambda: _fixed(table, tokens))
-    else:
-        experts = moe.SparseFeedForward(builder, sizes, name, DEEPSEEK, gate, gate)
+    table = ExpertTable(builder.source.take([f"{name}.mlp.gate.tid2eid"]), tokens) if number in config.hashed else None
+    experts = moe.SparseFeedForward(
+        builder, sizes, name, DEEPSEEK if table is None else _HASHED, gate, gate, table=table
+    )
 
     def half(connection: str, norm: str) -> StreamHalf:
         around = HyperConnection(builder, streams, f"{name}.{connection}")
@@ -365,9 +357,3 @@ def _layer(
         head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,
         tokens=tokens,
     )
-
-
-def _fixed(table: Tensor, tokens: PassValue) -> Tensor:
-    """The experts of the pass's tokens."""
-    assert tokens.value is not None, "the layer sets them"
-    return table.index_select(0, tokens.value)

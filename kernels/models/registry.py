@@ -182,7 +182,7 @@ BUILT_IN = (
     Entry("MiniMaxM1ForCausalLM", "kernels.models.minimax"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2", gguf="minimax-m2", gguf_experts=True),
     Entry("MiniMaxM3SparseForCausalLM", "kernels.models.minimax_m3"),
-    Entry("MiniMaxM3VLForCausalLM", "kernels.models.minimax_m3"),
+    Entry("MiniMaxM3VLForCausalLM", "kernels.models.minimax_m3", gguf="minimax-m3", gguf_experts=True),
     Entry("MiniMaxText01ForCausalLM", "kernels.models.minimax"),
     Entry("Ministral3ForCausalLM", "kernels.models.ministral3", gguf="mistral3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
@@ -221,7 +221,13 @@ BUILT_IN = (
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
-_SAME_IN_GGUF = {"nemotron_h_moe": "nemotron_h"}
+_SAME_IN_GGUF = {
+    "nemotron_h_moe": "nemotron_h",
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3moe",
+}
+"""Other names in GGUF files of what an entry reads. Text turns all parts of a head of Qwen's by the same position."""
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
 LANGUAGE_MODELS: Mapping[str, str] = {
