@@ -21,6 +21,7 @@ from kernels.weights.quantization.modelopt import ModelOpt
 from kernels.weights.quantization.modelslim import ModelSlim, description_file, read_description
 from kernels.weights.quantization.mxfp4 import Mxfp4
 from kernels.weights.quantization.online import ONLINE, Online
+from kernels.weights.quantization.quark import Quark
 from kernels.weights.quantization.scheme import Scheme
 
 __all__ = ["METHODS", "detect_scheme", "preload"]
@@ -37,6 +38,7 @@ METHODS: dict[str, Reader] = {
     "gptq": Gptq,
     "modelopt": ModelOpt,
     "mxfp4": Mxfp4,
+    "quark": Quark,
 }
 """Makers of schemes by the ``quant_method`` of quantization_config. They raise ConfigError."""
 

@@ -28,7 +28,18 @@ from tests.kits.gguf_writer import llama3_factors, write_gguf
 FAMILIES = (
     *("arcee", "cohere", "cohere-normed", "gguf-cohere2", "ernie4.5-moe", "ernie4.5-moe-biased"),
     *("exaone4", "exaone4-full", "exaone-moe", "gemma", "gguf-gemma2", "gguf-gemma3", "gguf-glm", "glm4", "glm4-moe"),
-    *("granite", "granite-moe", "hunyuan-moe", "minimax-m2", "ministral3", "olmo", "olmo3", "olmoe", "gguf-phi3-long"),
+    *(
+        "granite",
+        "granite-moe",
+        "hunyuan-moe",
+        "minimax-m2",
+        "gguf-minimax-m3",
+        "ministral3",
+        "olmo",
+        "olmo3",
+        "olmoe",
+        "gguf-phi3-long",
+    ),
     *("falcon-h1", "gguf-falcon-h1", "granite-4", "granite-4-dense", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe"),
     *("nemotron-3", "gguf-nemotron-dense", "qwen3-next", "gguf-qwen3.5", "gguf-qwen3.5-moe"),
     *("gemma4", "gemma4-equal", "gemma4-moe", "gguf-phimoe", "baichuan"),
@@ -104,6 +115,19 @@ def test_glm_4_7_flash_is_read_as_deepseek(reference, drive, prompts, tmp_path):
     model, (prompt,) = reference("glm4-moe-lite"), prompts(20)
     file = write_gguf(model.path, tmp_path / "model.gguf")
     assert greedy(drive, file, prompt, 50) == model.greedy(prompt, 50)
+
+
+def test_files_of_minimax_m3_without_an_indexer_have_full_attention(reference, tmp_path):
+    header = read_header(write_family(reference("gguf-minimax-m3").path, tmp_path / "model.gguf"))
+    assert describe(header)["layer_types"] == ["full_attention", *2 * ["minimax_m3_sparse"]]
+    for name in [name for name in header.tensors if ".indexer." in name]:
+        del header.tensors[name]
+    for key in [key for key in header.metadata if ".indexer." in key]:
+        del header.metadata[key]
+    assert describe(header)["layer_types"] == 3 * ["full_attention"]
+    header.metadata["minimax-m3.expert_gating_func"] = 1
+    with pytest.raises(GgufError, match=r"minimax-m3.expert_gating_func must be 2, which is sigmoid"):
+        describe(header)
 
 
 @pytest.mark.parametrize(
