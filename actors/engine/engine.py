@@ -346,15 +346,15 @@ class Engine:
         """Generate from a text, token ids or a conversation; returns an asynchronous iterator of deltas.
 
         Raises TypeError for another prompt or ``params``, and InvalidRequest, QueueFull, EngineNotReady, EngineDraining
-        or EngineFailed for checks that need no waiting. Errors that need the tokenizer come from ``await stream.ready()`` or the first delta. ``request_id``:
-        the caller's label for logs and :meth:`abort`. ``timeout``: seconds for the whole request. ``cache_salt``:
-        requests share cached prefixes only with the same salt. ``tenant``: the client's name; tenants get equal shares
-        of the engine. ``timeline``: a timeline that the caller has opened in :attr:`timelines`; it ends with the
-        request, also with a refused one. ``task``: the task; the result of one that does not generate is in the last
-        delta. :meth:`embed` and :meth:`score` are simpler to use. ``truncate``: the tokens that are kept of an input
-        that is embedded or classified, -1 for as many as the model takes; None: too many are an error. ``replica``: of
-        --data-parallel-size, the one that runs it; None: by --load-balance-method. ``adapter``: the name of the LoRA
-        adapter to run with.
+        or EngineFailed for checks that need no waiting. Errors that need the tokenizer come from ``await
+        stream.ready()`` or the first delta. ``request_id``: the caller's label for logs and :meth:`abort`. ``timeout``:
+        seconds for the whole request. ``cache_salt``: requests share cached prefixes only with the same salt.
+        ``tenant``: the client's name; tenants get equal shares of the engine. ``timeline``: a timeline that the caller
+        has opened in :attr:`timelines`; it ends with the request, also with a refused one. ``task``: the task; the
+        result of one that does not generate is in the last delta. :meth:`embed` and :meth:`score` are simpler to use.
+        ``truncate``: the tokens that are kept of an input that is embedded or classified, -1 for as many as the model
+        takes; None: too many are an error. ``replica``: of --data-parallel-size, the one that runs it; None: by
+        --load-balance-method. ``adapter``: the name of the LoRA adapter to run with.
         """
         self._check_loop()
         _check_types(prompt, params)
