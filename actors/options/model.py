@@ -107,7 +107,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
             unbuilt_choices={
                 "pt": _FORMATS,
                 "npcache": _FORMATS,
-                "bitsandbytes": "this quantization is not built; use floating-point weights, or --quantization int8",
+                "bitsandbytes": "leave it out: checkpoints of bitsandbytes are recognized",
                 "*": "only the engine's own readers of safetensors and GGUF are built; use auto",
             },
             help="auto reads *.safetensors of a directory, or a .gguf file; safetensors and gguf require that "

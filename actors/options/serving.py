@@ -12,7 +12,7 @@ __all__ = ["ServingArguments", "ThoughtFormat", "ToolFormat"]
 ToolFormat = Literal[
     "auto", "off", "hermes", "qwen3_coder", "llama3_json", "llama4", "pythonic", "mistral", "deepseekv3",
     "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m1", "minimax-m2",
-    "step3", "granite", "internlm", "phi4", "cohere", "json", "passthrough",
+    "step3", "granite", "internlm", "phi4", "cohere", "gemma4", "lfm2", "json", "passthrough",
 ]  # fmt: skip
 """Values of ``--tool-call-parser``; the registry of parsers has a class for each format."""
 
@@ -44,8 +44,8 @@ _TOOL_NAMES = {
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
 _OTHER_TOOL_NAMES = dict.fromkeys(
-    ("apertus", "apertus2509", "dots", "functiongemma", "gemma4", "gigachat3", "gigachat35", "granite-20b-fc",
-     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "lfm2", "longcat",
+    ("apertus", "apertus2509", "dots", "functiongemma", "gigachat3", "gigachat35", "granite-20b-fc",
+     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "longcat",
      "minicpm5", "minimax-m3", "minimax_m3", "muse", "olmo3", "poolside_v1", "seed_oss", "solar_open2", "spark25",
      "trinity", "xlam"),
     "this format of tool calls is not supported; use passthrough, which leaves it in the text",

@@ -14,6 +14,7 @@ from app.parsers.reasoning.formats import REASONING_FORMATS, ReasoningFormat
 from app.parsers.tools.cohere import CohereParser
 from app.parsers.tools.deepseekv3 import DeepSeekV3Parser, DeepSeekV31Parser
 from app.parsers.tools.deepseekv32 import DeepSeekV4Parser, DeepSeekV32Parser
+from app.parsers.tools.gemma4 import Gemma4Parser
 from app.parsers.tools.glm45 import Glm45Parser
 from app.parsers.tools.granite import GraniteParser
 from app.parsers.tools.hermes import HermesParser
@@ -26,7 +27,7 @@ from app.parsers.tools.minimax_m2 import MiniMaxM2Parser
 from app.parsers.tools.mistral import MistralParser
 from app.parsers.tools.passthrough import PassthroughParser
 from app.parsers.tools.phi4 import Phi4Parser
-from app.parsers.tools.pythonic import Llama4Parser, PythonicParser
+from app.parsers.tools.pythonic import Lfm2Parser, Llama4Parser, PythonicParser
 from app.parsers.tools.qwen3_coder import Qwen3CoderParser
 from app.parsers.tools.step3 import Step3Parser
 
@@ -57,6 +58,8 @@ TOOL_PARSERS: Mapping[ToolFormat, type[StreamingParser]] = {
     "internlm": InternLMParser,
     "phi4": Phi4Parser,
     "cohere": CohereParser,
+    "gemma4": Gemma4Parser,
+    "lfm2": Lfm2Parser,
     "json": JsonParser,
     "passthrough": PassthroughParser,
 }
@@ -72,6 +75,9 @@ _TOOL_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<｜tool▁sep｜>", "deepseekv31"),
     ("<|START_ACTION|>", "cohere"),
     ("<|action_start|>", "internlm"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|tool_call>", "gemma4"),
     ("<|constrain|>", HARMONY),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_start|>", "llama4"),
@@ -104,6 +110,9 @@ _FAMILIES: Mapping[str, tuple[ToolFormat, ThoughtFormat]] = {
     "GptOssForCausalLM": (HARMONY, HARMONY),
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseek_v4", "deepseek-v3"),
+    "Gemma4ForCausalLM": ("gemma4", "gemma"),
+    "Lfm2ForCausalLM": ("lfm2", OFF),
+    "Lfm2MoeForCausalLM": ("lfm2", OFF),
     "Llama4ForCausalLM": ("llama4", OFF),
     "MiniMaxM1ForCausalLM": ("minimax-m1", "base"),
     "Mistral3ForCausalLM": ("mistral", OFF),

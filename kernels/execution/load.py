@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kernels.contract.caches import CacheGroup, Latent, Paged, Window, has_states, is_plain
+from kernels.contract.caches import CacheGroup, Latent, Paged, follows_chains, has_states, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.divisions import stage_layers
 from kernels.contract.errors import ConfigError
@@ -441,17 +441,12 @@ def _open_groups(
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    if config.speculation is not None:
-        if any(isinstance(group.spec, Window) for group in groups):
-            raise ConfigError(
-                f"speculative decoding needs states, or keys and values of all tokens, in every layer, and the layers "
-                f"of {part.architecture} keep: {kinds}; leave --speculative-algorithm out"
-            )
-        if has_states(groups) and config.speculation.topk > 1:
-            raise ConfigError(
-                f"layers of {part.architecture} keep states, which follow a single chain of draft tokens: use "
-                "--speculative-eagle-topk 1"
-            )
+    if config.speculation is not None and config.speculation.topk > 1 and follows_chains(groups):
+        what = "states" if has_states(groups) else "windows"
+        raise ConfigError(
+            f"layers of {part.architecture} keep {what}, which follow a single chain of draft tokens: use "
+            "--speculative-eagle-topk 1"
+        )
     if cache.dtype is not None and not all(isinstance(group.spec, Paged | Latent) for group in groups):
         raise ConfigError(
             f"--kv-cache-dtype is for keys and values of all tokens in every layer, and the layers of "
@@ -557,7 +552,7 @@ def load_model(
                     opened.whole,
                     dtype,
                     opened.context,
-                    chains=has_states(opened.groups),
+                    chains=follows_chains(opened.groups),
                     experts=draft_experts,
                 )
             )

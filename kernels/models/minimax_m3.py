@@ -85,7 +85,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     sparse = frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
     fields = {one.name: getattr(plain, one.name) for one in dataclasses.fields(plain)}
     return MiniMaxM3Config(
-        **fields | {"norm_offset": 1.0},
+        **fields | {"norm_offset": 0.0 if raw.flag("whole_norms") else 1.0},
         index=_index(inner, plain) if sparse else None,
         sparse=sparse,
         gate=ClampedGate(inner.number("swiglu_alpha", 1.702), inner.number("swiglu_limit", 7.0)),
@@ -157,27 +157,20 @@ def _as_transformers(raw: ConfigReader) -> dict[str, Any]:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    for spec in _tensors(config):
-        stacked = spec.stacked and dataclasses.replace(spec.stacked, gguf="")
-        yield dataclasses.replace(spec, gguf=None, stacked=stacked)
-
-
-def _tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     assert isinstance(config, MiniMaxM3Config)
     yield from vocabulary.tensors(config)
     for number in range(config.layers):
-        layer = f"model.layers.{number}"
-        yield from pre_norm.norm_tensors(config, layer, "")
+        layer, gguf = f"model.layers.{number}", f"blk.{number}"
+        yield from pre_norm.norm_tensors(config, layer, gguf)
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
         if config.index is not None and number in config.sparse:
-            yield from group_attention.tensors(config, config.index, f"{layer}.self_attn")
-        else:
-            yield from gqa.tensors(config, f"{layer}.self_attn", "")
+            yield from group_attention.tensors(config, config.index, f"{layer}.self_attn", f"{gguf}.indexer")
         if config.experts is not None and number in config.experts.layers:
-            yield from moe.tensors(config.experts, config.hidden_size, layer, "", _NAMES)
+            yield from moe.tensors(config.experts, config.hidden_size, layer, gguf, _NAMES)
         else:
-            for spec in mlp.tensors(config, f"{layer}.mlp", ""):
+            for spec in mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn"):
                 yield dataclasses.replace(spec, split=None) if config.whole_dense else spec
-    yield from pre_norm.stream_norm(config, "model.norm", "")
+    yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

@@ -46,23 +46,22 @@ class GroupIndexConfig:
         return Latent(self.dim, 0)
 
 
-def tensors(config: ModelConfig, index: GroupIndexConfig, module: str) -> Iterator[TensorSpec]:
-    """Those of ``gqa.tensors``, and the indexer's projections and norms."""
-    yield from gqa.tensors(config, module, "")
+def tensors(config: ModelConfig, index: GroupIndexConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The indexer's projections and norms, beside ``gqa.tensors``. ``gguf``: what their names begin with there."""
     heads, hidden = config.kv_heads, config.hidden_size
     split = by_outputs((heads * index.dim, heads))
     own = [
-        *linear(f"{module}.index_q_proj", (heads * index.dim, hidden), split),
-        *linear(f"{module}.index_k_proj", (index.dim, hidden)),
-        norm(f"{module}.index_q_norm", index.dim),
-        norm(f"{module}.index_k_norm", index.dim),
+        *linear(f"{module}.index_q_proj", (heads * index.dim, hidden), split, f"{gguf}.q_proj"),
+        *linear(f"{module}.index_k_proj", (index.dim, hidden), None, f"{gguf}.k_proj"),
+        norm(f"{module}.index_q_norm", index.dim, f"{gguf}.q_norm"),
+        norm(f"{module}.index_k_norm", index.dim, f"{gguf}.k_norm"),
     ]
     for spec in own:
         yield dataclasses.replace(spec, aliases=(spec.name.replace(".index_", ".indexer."),))
 
 
 class GroupAttention:
-    """The layer of ``tensors``. Its caches are one of index keys, and one of keys and values."""
+    """The layer of ``gqa.tensors`` and ``tensors``. Its caches are one of index keys, and one of keys and values."""
 
     def __init__(self, builder: ModelBuilder, config: ModelConfig, index: GroupIndexConfig, module: str) -> None:
         self._index, self._attention, self._rows = index, builder.ops.attention, builder.rows

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from kernels.core.operators import Linear
 from kernels.devices.experts import AdaptedExperts, ClampedGate, Dispatch, Experts, ExpertWeights, Routing
 from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.shared_experts import SharedExperts
+from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, Shard, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
@@ -27,6 +28,7 @@ __all__ = [
     "DEEPSEEK",
     "QWEN",
     "ExpertNames",
+    "ExpertTable",
     "Gate",
     "LimitedGate",
     "SparseFeedForward",
@@ -231,10 +233,25 @@ class SharedExpert:
         return self._elementwise.add_weighted(others, result, self.weight(x))
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertTable:
+    """The ``experts`` int64 [vocabulary, chosen] of each token. ``tokens`` int [rows]: the ids of the rows that run,
+    which the layer around the experts sets."""
+
+    experts: Tensor
+    tokens: PassValue
+
+    def __call__(self) -> Tensor:
+        """Of the rows: [rows, chosen]."""
+        assert self.tokens.value is not None, "the layer sets them"
+        return self.experts.index_select(0, self.tokens.value)
+
+
 class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
     all take. Each rank has its part of every expert's inner dimension, or of its own experts' alone. ``gate``,
-    ``shared_gate``: in place of SwiGLU's, of these experts and of that one. ``fixed``: as ``Routing``."""
+    ``shared_gate``: in place of SwiGLU's, of these experts and of that one. ``table``: has the experts of each
+    token; None: the router chooses them."""
 
     def __init__(
         self,
@@ -245,7 +262,7 @@ class SparseFeedForward:
         gate: Gate | None = None,
         shared_gate: Gate | None = None,
         *,
-        fixed: Callable[[], Tensor] | None = None,
+        table: ExpertTable | None = None,
     ) -> None:
         block, source = f"{layer}.{names.block}", builder.source
         self.group, self._routes, factor = builder.expert_mesh, builder.routes, config.result_scale
@@ -270,14 +287,14 @@ class SparseFeedForward:
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
         dispatch = None if placed is None else placed.dispatch
         routing = _routing(config, correction, here if builder.ep_size > 1 else None, dispatch)
-        routing = dataclasses.replace(routing, parts=builder.ep_size, fixed=fixed)
+        routing = dataclasses.replace(routing, parts=builder.ep_size, fixed=table)
         self.experts = _experts(builder, config, weight, bias, experts, routing=routing, gate=gate, adapted=adapted)
         if placed is not None:
             placed.experts = self.experts
         self.shared: SharedExpert | None = None
         if config.shared:
             self.shared = SharedExpert(builder, names, names.shared_in(layer), config.weighted, shared_gate)
-        self._ranks, self._routing = builder.shared, routing
+        self._ranks, self._routing, self._ids = builder.shared, routing, None if table is None else table.tokens
         if self._ranks is not None:
             self._ranks.layers.append(self)
             if self._ranks.exchange is not None:
@@ -289,7 +306,7 @@ class SparseFeedForward:
         if self._ranks is not None and self._ranks.exchange is not None:
             return self._exchanged(x, self._ranks, self._ranks.exchange)
         if self._ranks is not None:
-            return self._ranks.run(x, self._summand)
+            return self._ranks.run(x, self._summand, self._ids)
         out = self._summand(x)
         return out if self.group.size == 1 else self.group.all_reduce(out)
 
@@ -304,7 +321,7 @@ class SparseFeedForward:
                 results.append(shared.run(x))
 
         beside = run_shared if exchange.settings.overlap else None
-        out = exchange.run(x, tokens, self.experts, self._routing, beside)
+        out = exchange.run(x, tokens, self.experts, self._routing, beside, ids=self._ids)
         if not len(x):
             return x
         if not results:
