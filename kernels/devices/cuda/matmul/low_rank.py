@@ -177,26 +177,15 @@ class CudaLowRankDelta(LowRankDelta):
         if self.context.idle:
             return outputs
         if (many := self._takes(x)) is not None:
-            return many.expand(many.shrink(x, self.context.rows), self.context.rows, outputs, outputs)
+            return many.add(x, self.context.rows, outputs, adds=True)
         return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs, invariant=self._invariant)
 
     def alone(self, x: Tensor) -> Tensor:
         """What is added, [rows, outputs], for a product that adds itself to it."""
         outputs = x.new_empty((len(x), self.up.shape[2]))
         if (many := self._takes(x)) is not None:
-            return many.expand(many.shrink(x, self.context.rows), self.context.rows, outputs)
+            return many.add(x, self.context.rows, outputs, adds=False)
         return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs, adds=False)
-
-    def activates(self, x: Tensor) -> bool:
-        """Whether ``activated`` supports these tokens."""
-        return self._takes(x) is not None and len({end - begin for begin, end in self.columns}) == 1
-
-    def activated(self, x: Tensor, product: Tensor) -> Tensor:
-        """``silu(gate) * up`` of ``product`` [rows, gate | up] with what is added to it."""
-        many = self._takes(x)
-        assert many is not None
-        outputs, places = product.new_empty((len(x), product.shape[1] // 2)), self.context.rows
-        return many.expand(many.shrink(x, places), places, outputs, product, gated=True)
 
     def _takes(self, x: Tensor) -> LowRankMany | None:
         """The kernels for many tokens, if they support these."""

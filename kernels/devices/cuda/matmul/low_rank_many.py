@@ -32,7 +32,6 @@ _TEAMS: Final = 4  # programs of A which divide the lines in use among their row
 _MAX_SPLITS: Final = 16
 _COUNTERS: Final = 1024  # more than blocks of rows whose inputs are divided
 _TILE: Final = (128, 128, 4)  # rows, columns and warps of a program of B
-_GATED: Final = (64, 64, 4)  # of one that also activates
 _STEP: Final = 64  # lines of B at a time; fewer of one adapter of a lower rank
 
 
@@ -110,7 +109,7 @@ def low_rank_many_down_kernel(
 
 @triton.jit
 def _add(
-    total, low, up, place, row, column, here, module, first, end, width,
+    total, low, up, place, row, column, inside, module, first, end, width,
     lines: tl.constexpr, rank: tl.constexpr, step: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """``total`` and, of each row, the lines ``first`` to ``end`` that are of its place: ``low`` times ``up``."""
@@ -118,26 +117,10 @@ def _add(
     left = low + row[:, None] * lines + module * rank
     for begin in tl.range(first, end, step, num_stages=stages):
         line = begin + tl.arange(0, step)
-        own = place[:, None] == (line // rank)[None, :]
-        a = tl.load(left + (line % rank)[None, :], mask=own, other=0.0)
-        b = tl.load(right + line[:, None], mask=(line < end)[:, None] & here[None, :], other=0.0)
+        of_place = place[:, None] == (line // rank)[None, :]
+        a = tl.load(left + (line % rank)[None, :], mask=of_place, other=0.0)
+        b = tl.load(right + line[:, None], mask=(line < end)[:, None] & inside[None, :], other=0.0)
         total = tl.dot(a, b, total)
-    return total
-
-
-@triton.jit
-def _add_all(
-    total, low, up, place, row, column, here, module, first, end, width,
-    lines: tl.constexpr, rank: tl.constexpr, alone: tl.constexpr, step: tl.constexpr,
-):  # fmt: skip
-    if end - first == rank:
-        total = _add(
-            total, low, up, place, row, column, here, module, first, end, width, lines, rank, alone, 1
-        )  # fmt: skip
-    else:
-        total = _add(
-            total, low, up, place, row, column, here, module, first, end, width, lines, rank, step, 2
-        )  # fmt: skip
     return total
 
 
@@ -147,13 +130,10 @@ def low_rank_many_up_kernel(
     places,
     up,
     tiles,
-    product,
     out,
     rows,
     stride,
-    apart,
     eights,
-    outputs,
     lines: tl.constexpr,
     rank: tl.constexpr,
     alone: tl.constexpr,
@@ -162,51 +142,41 @@ def low_rank_many_up_kernel(
     block: tl.constexpr,
     unit: tl.constexpr,
     adds: tl.constexpr,
-    gated: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """``out`` [rows, outputs], whose rows are ``apart``: ``low`` [rows, lines] times ``up`` [outputs, 8 * eights] of
-    each row's place, ``rank`` numbers of a place; zeros for place 0. ``tiles`` int32 [tiles, 3]: a tile's first column,
-    the end of its module's, the module; columns are multiples of ``unit``. ``adds``: to ``product``, whose rows are
-    ``stride`` apart. ``gated``: to ``product`` [rows, 2 * outputs], and the first module's result by silu times the
-    second's is ``out``."""
-    if gated:
-        begin, limit, module = tl.program_id(0) * block, outputs, 0
-    else:
-        tile = tiles + tl.program_id(0) * 3
-        begin, limit, module = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-        begin, limit = tl.multiple_of(begin, unit), tl.multiple_of(limit, unit)
-    column = begin + tl.arange(0, block)
-    here = column < limit
+    """``out`` [rows, outputs], whose rows are ``stride`` apart: ``low`` [rows, lines] times ``up``
+    [outputs, 8 * eights] of each row's place, ``rank`` numbers of a place; zeros for place 0. ``tiles`` int32
+    [tiles, 3]: a tile's first column, the end of its module's, the module; columns are multiples of ``unit``.
+    ``alone``, ``step``: lines at a time if a program's rows have one adapter, or several. ``adds``: to ``out``."""
+    tile = tiles + tl.program_id(0) * 3
+    begin, limit, module = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    column = tl.multiple_of(begin, unit) + tl.arange(0, block)
+    inside = column < tl.multiple_of(limit, unit)
     row = tl.program_id(1) * row_block + tl.arange(0, row_block)
     width = eights * 8  # so that the compiler knows rows to begin at multiples of 16 bytes
-    like: tl.constexpr = out.dtype.element_ty
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    known = (row < rows)[:, None] & here[None, :]
-    from_product = product + row[:, None].to(tl.int64) * stride + column[None, :]
+    known = (row < rows)[:, None] & inside[None, :]
+    target = out + row[:, None].to(tl.int64) * stride + column[None, :]
     place = tl.load(places + row, mask=row < rows, other=0).to(tl.int32)
     last = tl.max(place, 0)
     first = tl.min(tl.where(place > 0, place, last), 0) * rank
     end = tl.where(last > 0, (last + 1) * rank, 0)
-    if (last > 0) | gated | (not adds):
+    if (last > 0) | (not adds):
         if adds:
-            total = tl.load(from_product, mask=known, other=0.0).to(tl.float32)
+            total = tl.load(target, mask=known, other=0.0).to(tl.float32)
         else:
             total = tl.zeros([row_block, block], tl.float32)
-        total = _add_all(
-            total, low, up, place, row, column, here, module, first, end, width, lines, rank, alone, step
-        )  # fmt: skip
-        if gated:
-            other = tl.load(from_product + outputs, mask=known, other=0.0).to(tl.float32)
-            other = _add_all(
-                other, low, up, place, row, outputs + column, here, 1, first, end, width, lines, rank, alone, step
+        if end - first == rank:
+            total = _add(
+                total, low, up, place, row, column, inside, module, first, end, width, lines, rank, alone, 1
             )  # fmt: skip
-            # Rounded as the product is where the activation is an operator of its own.
-            total = total.to(like).to(tl.float32)
-            total = total * tl.sigmoid(total) * other.to(like).to(tl.float32)
-        tl.store(out + row[:, None].to(tl.int64) * apart + column[None, :], total.to(like), mask=known)
+        else:
+            total = _add(
+                total, low, up, place, row, column, inside, module, first, end, width, lines, rank, step, 2
+            )  # fmt: skip
+        tl.store(target, total.to(out.dtype.element_ty), mask=known)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +202,12 @@ class LowRankMany:
         arrived = torch.zeros(_COUNTERS, dtype=torch.int32, device=down.device)
         return LowRankMany(down, up, rank, held, arrived, gcd(_TILE[1], *(end for _, end in columns)))
 
-    def shrink(self, x: Tensor, places: Tensor) -> Tensor:
+    def add(self, x: Tensor, places: Tensor, out: Tensor, *, adds: bool) -> Tensor:
+        """What adapters at ``places`` int64 [rows] add for ``x`` [rows, inputs], into ``out`` [rows, outputs], or added
+        to it."""
+        return self._expand(self._shrink(x, places), places, out, adds)
+
+    def _shrink(self, x: Tensor, places: Tensor) -> Tensor:
         """A times ``x`` [rows, inputs] -> [rows, modules * rank]; rows of place 0 are not written."""
         (rows, inputs), (most, lines) = x.shape, self.down.shape[:2]
         x = x if x.stride(1) == 1 else x.contiguous()
@@ -249,18 +224,13 @@ class LowRankMany:
         )  # fmt: skip
         return low
 
-    def expand(
-        self, low: Tensor, places: Tensor, out: Tensor, product: Tensor | None = None, *, gated: bool = False
-    ) -> Tensor:
-        """B times ``low`` into ``out`` [rows, outputs], added to ``product``, if given."""
-        (rows, lines), rank = low.shape, self.rank
-        row_block, columns, warps = _GATED if gated else _TILE
+    def _expand(self, low: Tensor, places: Tensor, out: Tensor, adds: bool) -> Tensor:
+        """B times ``low`` into ``out`` [rows, outputs], or added to it."""
+        (rows, lines), rank, pdl = low.shape, self.rank, overlapping(out.device)
+        row_block, columns, warps = _TILE
         alone = min(_STEP, max(16, triton.next_power_of_2(rank)))
-        tiles, pdl = triton.cdiv(out.shape[1], columns) if gated else len(self.tiles), overlapping(out.device)
-        source = out if product is None else product
-        low_rank_many_up_kernel[(tiles, triton.cdiv(rows, row_block))](
-            low, places, self.up, self.tiles, source, out, rows, source.stride(0), out.stride(0),
-            self.up.stride(0) // 8, out.shape[1], lines, rank, alone, _STEP, row_block, columns, self.unit,
-            product is not None, gated, pdl, num_warps=warps, launch_pdl=pdl,
+        low_rank_many_up_kernel[(len(self.tiles), triton.cdiv(rows, row_block))](
+            low, places, self.up, self.tiles, out, rows, out.stride(0), self.up.stride(0) // 8,
+            lines, rank, alone, _STEP, row_block, columns, self.unit, adds, pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
         return out
