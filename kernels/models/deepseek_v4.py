@@ -54,6 +54,11 @@ class DeepseekV4Config(ModelConfig):
         return True
 
     @property
+    def stream_size(self) -> int:
+        """As ``ModelConfig``."""
+        return _sizes(self)[1].count * self.hidden_size
+
+    @property
     def page_unit(self) -> int:
         """As ``ModelConfig``."""
         return max([1, *(self.layer(index).shares for index in range(self.layers) if self.rates[index])])
@@ -315,6 +320,12 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
             f"o_groups {config.attention.groups} of {config.architecture} cannot be divided by --tensor-parallel-size "
             f"{ranks}; lower it"
         )
+    _, streams = _sizes(config)
+    if builder.captures:
+        raise ConfigError(
+            f"{config.architecture} has {streams.count} residual streams, and drafts that read hidden states between "
+            "layers (EAGLE3, DFLASH) read one: use another --speculative-algorithm"
+        )
     vocab = vocabulary.vocabulary(builder, config)
     rows, tokens = PassRows(builder.ops.memory.put), PassValue()
     context = builder.context or config.max_positions
@@ -322,7 +333,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     layers = [
         _layer(config, builder, number, rotary=rotary, rows=rows, tokens=tokens) for number in range(config.layers)
     ]
-    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
+    last = HyperHead(builder, streams, "model.hc_head", builder.norm("model.norm", config.norm_eps))
+    return Decoder(builder, config, vocab, layers, last)
 
 
 def _layer(
@@ -353,7 +365,6 @@ def _layer(
         (half("attn_hc", "input_layernorm"), attention),
         (half("ffn_hc", "post_attention_layernorm"), experts),
         streams.count,
-        is_first=number == 0,
-        head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,
+        is_first=number == 0 and builder.stage.is_first,
         tokens=tokens,
     )

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from kernels.contract.caches import keep_all
+from kernels.contract.caches import Paged, keep_all
 from kernels.contract.errors import ConfigError
 from kernels.weights.wrapped import WRAPPER
 
@@ -487,7 +487,8 @@ class Support:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors.
     ``indexed``: an indexer chooses the tokens that are attended to. ``states``: layers keep states of sequences.
-    ``plain``: the layers have operators alone that native code has.
+    ``paged``: some layers keep keys and values of all tokens. ``plain``: the layers have operators alone that native
+    code has.
     """
 
     architecture: str
@@ -500,6 +501,7 @@ class Support:
     latent: bool = False
     indexed: bool = False
     states: bool = False
+    paged: bool = True
     plain: bool = True
 
 
@@ -576,6 +578,7 @@ def families() -> tuple[Support, ...]:
                 latent=config.latent is not None,
                 indexed=config.indexed,
                 states=config.recurrence is not None,
+                paged=any(isinstance(group.spec, Paged) for group in family.caches(config)),
                 plain=_is_plain(config) and not any(spec.name.endswith(_ATTENTION_GATES) for spec in specs),
             )
         )

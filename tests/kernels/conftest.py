@@ -170,6 +170,12 @@ DIVISIBLE |= {
     for name in ("wide-deepseek-v3", "wide-deepseek-v3.2")
 }
 
+WIDE_HEADS = {"vocab_size": 212, "hidden_size": 256, "head_dim": 128, "num_hidden_layers": 2}
+DIVISIBLE |= {  # heads as large as those of published models
+    "parallel-wide-qwen3": ("Qwen3", WIDE_HEADS | {"intermediate_size": 256}),
+    "placed-wide-moe": ("Qwen3Moe", EXPERTS | WIDE_HEADS | {"num_experts": 8, "norm_topk_prob": True}),
+}
+
 SIXTEENS = {
     "hidden_size": 64,
     "q_lora_rank": 32,

@@ -68,6 +68,16 @@ def test_rows_of_few_and_many_blocks_share_a_step(reference, drive, prompts):
         assert driver.generate(slot, len(text) + 9) == model.greedy(text, len(text) + 9)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_caches_of_eight_bits_lose_about_what_bf16_does(dtype, reference, drive, prompts):
+    path, (prompt,) = reference("minimax-m3").path, prompts(120)
+    exact, half, eight = (
+        scored(drive(path, **options), prompt, [50, 1, 69])
+        for options in ({}, {"dtype": "bfloat16"}, {"kv_cache_dtype": dtype})
+    )
+    assert 0 < np.abs(eight - exact).mean() < 3 * np.abs(half - exact).mean()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
