@@ -80,6 +80,20 @@ def _operation(prompt: Prompt, task: Task) -> str:
     return "chat" if isinstance(prompt, Chat) else "text_completion"
 
 
+def _check_types(prompt: object, params: object) -> None:
+    """Raise TypeError for a prompt or parameters of another type, as far as the first token id shows it."""
+    if not isinstance(prompt, str | Chat):
+        first: object = 0
+        if isinstance(prompt, Sequence) and len(prompt):
+            first = prompt[0]
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not isinstance(first, int):
+            kind = type(prompt).__name__
+            kind += "" if isinstance(first, int) else f" of {type(first).__name__}"
+            raise TypeError(f"prompt must be text, token ids or Chat(messages=[...]), not {kind}")
+    if not (params is None or isinstance(params, SamplingParams)):
+        raise TypeError(f"params must be SamplingParams(...), not {type(params).__name__}")
+
+
 class Engine:
     """Serves a model with actors.
 
@@ -331,18 +345,19 @@ class Engine:
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; returns an asynchronous iterator of deltas.
 
-        Raises InvalidRequest, QueueFull, EngineNotReady, EngineDraining or EngineFailed for checks that need no
-        waiting. Errors that need the tokenizer come from ``await stream.ready()`` or the first delta. ``request_id``:
-        the caller's label for logs and :meth:`abort`. ``timeout``: seconds for the whole request. ``cache_salt``:
-        requests share cached prefixes only with the same salt. ``tenant``: the client's name; tenants get equal shares
-        of the engine. ``timeline``: a timeline that the caller has opened in :attr:`timelines`; it ends with the
-        request, also with a refused one. ``task``: the task; the result of one that does not generate is in the last
-        delta. :meth:`embed` and :meth:`score` are simpler to use. ``truncate``: the tokens that are kept of an input
-        that is embedded or classified, -1 for as many as the model takes; None: too many are an error. ``replica``: of
-        --data-parallel-size, the one that runs it; None: by --load-balance-method. ``adapter``: the name of the LoRA
-        adapter to run with.
+        Raises TypeError for another prompt or ``params``, and InvalidRequest, QueueFull, EngineNotReady, EngineDraining
+        or EngineFailed for checks that need no waiting. Errors that need the tokenizer come from ``await
+        stream.ready()`` or the first delta. ``request_id``: the caller's label for logs and :meth:`abort`. ``timeout``:
+        seconds for the whole request. ``cache_salt``: requests share cached prefixes only with the same salt.
+        ``tenant``: the client's name; tenants get equal shares of the engine. ``timeline``: a timeline that the caller
+        has opened in :attr:`timelines`; it ends with the request, also with a refused one. ``task``: the task; the
+        result of one that does not generate is in the last delta. :meth:`embed` and :meth:`score` are simpler to use.
+        ``truncate``: the tokens that are kept of an input that is embedded or classified, -1 for as many as the model
+        takes; None: too many are an error. ``replica``: of --data-parallel-size, the one that runs it; None: by
+        --load-balance-method. ``adapter``: the name of the LoRA adapter to run with.
         """
         self._check_loop()
+        _check_types(prompt, params)
         if timeline is None:
             timeline = self.timelines.open(
                 f"req-{secrets.token_hex(12)}",

@@ -64,7 +64,7 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
     metavar: str = ""
     choices: tuple[str, ...] = ()  # str and names only
     synonyms: dict[str, str] = {}  # alternative spelling -> choice
-    unbuilt_choices: dict[str, str] = {}  # choice of other engines -> reason of its refusal and remedy
+    unbuilt_choices: dict[str, str] = {}  # choice of other engines, or * for any -> reason of its refusal and remedy
     minimum: Number | None = None
     maximum: Number | None = None
     above: bool = False  # the minimum itself is too small
@@ -98,8 +98,10 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
         """
         if given is None:
             return dict(self.default) if isinstance(self.default, dict) else self.default
-        if self.optional and isinstance(given, str) and given.strip().lower() in _NONE:
-            return None
+        if self.optional and isinstance(given, str):
+            word = given.strip().lower()
+            if word in _NONE or (word == "auto" and self.kind in ("int", "float")):
+                return None
         value = self._converted(given)
         self.check(value)
         return value
@@ -233,9 +235,12 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
     def _check_text(self, value: str) -> None:
         if len(value) > MAX_TEXT or "\0" in value:
             raise ArgumentError(f"must be text of at most {MAX_TEXT} characters without NUL")
-        if value in self.unbuilt_choices:
-            raise ArgumentError(f"{value}: {self.unbuilt_choices[value]}")
-        if self.choices and value not in self.choices:
+        if value in self.choices:
+            return
+        reason = self.unbuilt_choices.get(value) or self.unbuilt_choices.get("*")
+        if reason:
+            raise ArgumentError(f"{value[:64]}: {reason}")
+        if self.choices:
             raise ArgumentError(f"must be {self.bounds}, not {value!r}")
         if not self.choices and not value.strip() and self.default != "":
             raise ArgumentError("must not be empty; leave it out for the default")

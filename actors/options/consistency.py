@@ -344,7 +344,10 @@ def _devices(arguments: Arguments) -> Iterator[str]:
     if arguments.enable_expert_parallel and arguments.expert_parallel_size not in (1, arguments.tensor_parallel_size):
         yield "enable_expert_parallel contradicts expert_parallel_size: it divides experts over all devices"
     if arguments.enable_expert_parallel and arguments.tensor_parallel_size == 1:
-        yield "enable_expert_parallel needs tensor_parallel_size: one device has all experts"
+        yield (
+            "enable_expert_parallel needs tensor_parallel_size: one device has all experts; for experts divided over "
+            "N replicas give tensor_parallel_size N, data_parallel_size N and enable_dp_attention"
+        )
     yield from _expert_places(arguments)
     if arguments.pipeline_parallel_size == 1:
         for name, default in (("pp_max_micro_batch_size", None), ("pp_async_batch_depth", 0)):

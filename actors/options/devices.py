@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from actors.options.declaration import ArgumentSpec
 from actors.options.recovery import RecoveryArguments
@@ -15,13 +17,7 @@ _ATTENTION_HELP = (
     "ascend is the fused operator of the NPU, for 16-bit types; torch_native is plain torch, slow, for float32 and for "
     "comparison."
 )
-_OTHER_ATTENTION = dict.fromkeys(
-    (
-        *("triton", "flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "aiter", "wave"),
-        *("flash_attn", "triton_attn", "flashinfer_mla", "flash_attn_mla", "flex_attention", "torch_sdpa", "xformers"),
-    ),
-    "attention kernels can be chosen on NPUs only (ascend or torch_native); leave it out",
-)
+_OTHER_ATTENTION = {"*": "attention kernels can be chosen on NPUs only (ascend or torch_native); leave it out"}
 
 
 class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
@@ -131,6 +127,18 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
         ),
     ] = False
 
+    compilation_config: Annotated[
+        dict[str, Any],
+        ArgumentSpec(
+            group="Devices and kernels",
+            aliases=("cc",),
+            metavar="JSON",
+            help="Arguments of graphs as vLLM's JSON object: cudagraph_capture_sizes (--cuda-graph-bs), "
+            "max_cudagraph_capture_size (--cuda-graph-max-bs) and cudagraph_mode: NONE (--disable-cuda-graph), "
+            "FULL_DECODE_ONLY (--disable-piecewise-cuda-graph), FULL or FULL_AND_PIECEWISE (both on).",
+        ),
+    ] = msgspec.field(default_factory=dict)
+
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None,
         ArgumentSpec(
@@ -170,6 +178,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
         tuple[int, ...] | None,
         ArgumentSpec(
             group="Devices and kernels",
+            aliases=("prefill-graph-capture-sizes",),
             default_text="powers of two, plus the decodes beside them",
             minimum=1,
             maximum=65536,
@@ -183,6 +192,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
         int | None,
         ArgumentSpec(
             group="Devices and kernels",
+            aliases=("prefill-graph-max-tokens",),
             default_text="2048, or the limit of a step",
             minimum=1,
             maximum=65536,

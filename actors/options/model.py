@@ -47,6 +47,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
                 "hf": "use auto, or slow for the files beside tokenizer.json",
                 "mistral": "tokenizers of mistral-common are not supported; use auto with a tokenizer.json",
                 "custom": "use auto, with --trust-remote-code for a tokenizer with code of its own",
+                "*": "the tokenizer is that of the model's files; use auto, or slow to ignore tokenizer.json",
             },
             help="auto reads tokenizer.json. slow ignores it, for models whose tokenizer.json is wrong: transformers "
             "builds the tokenizer from other files, such as vocab.json and merges.txt or tokenizer.model, which "
@@ -106,8 +107,8 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
             unbuilt_choices={
                 "pt": _FORMATS,
                 "npcache": _FORMATS,
-                "bitsandbytes": "this quantization is not built; use floating-point weights, or --quantization int8",
-                "sharded_state": _FORMATS,
+                "bitsandbytes": "leave it out: checkpoints of bitsandbytes are recognized",
+                "*": "only the engine's own readers of safetensors and GGUF are built; use auto",
             },
             help="auto reads *.safetensors of a directory, or a .gguf file; safetensors and gguf require that "
             "format; dummy fills the weights with seeded noise, for benchmarks.",

@@ -17,13 +17,24 @@ _NARROW = (
 )
 
 _Method = Literal[
-    "int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelopt", "modelslim", "gguf"
+    "int8",
+    "fp8",
+    "unquant",
+    "awq",
+    "bitsandbytes",
+    "gptq",
+    "auto-round",
+    "compressed-tensors",
+    "modelopt",
+    "modelslim",
+    "quark",
+    "gguf",
 ]
-_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"} | dict.fromkeys(
+_SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant", "ascend": "modelslim"} | dict.fromkeys(
     ("modelopt_fp4", "modelopt_fp8"), "modelopt"
 )
 _UNBUILT = dict.fromkeys(
-    ("bitsandbytes", "marlin", "petit_nvfp4", "quark",
+    ("marlin", "petit_nvfp4",
      "w4afp8", "qoq"),
     _OTHER,
 ) | dict.fromkeys(("awq_marlin", "gptq_marlin", "moe_wna16"), _KERNEL) | dict.fromkeys(

@@ -41,16 +41,17 @@ _TABLE: tuple[RefusedNames, ...] = (
             "limit-mm-per-prompt",
             "media-io-kwargs",
             "mm-processor-kwargs",
-            "mm-processor-cache-gb",
             "mm-encoder-tp-mode",
             "mm-encoder-attn-backend",
             "video-pruning-rate",
+            "mm-processor-cache-type",
         ),
         lists=("allowed-media-domains",),
         values={
             "mm-max-concurrent-calls": 32,
             "mm-per-request-timeout": 10.0,
             "allowed-local-media-path": "",
+            "mm-processor-cache-gb": 0,
         },
     ),
     RefusedNames(
@@ -209,6 +210,7 @@ _TABLE: tuple[RefusedNames, ...] = (
         remedy="leave it out; --moe-a2a-backend deepep needs no package",
         unset=(
             "deepep-config",
+            "low-latency-max-num-tokens-per-gpu",
             "mooncake-ib-device",
         ),
         values={"elastic-ep-backend": "none"},
@@ -235,7 +237,7 @@ _TABLE: tuple[RefusedNames, ...] = (
     RefusedNames(
         group="Parallelism",
         reason="all nodes connect to one address",
-        remedy="use --dist-init-addr",
+        remedy="use --dist-init-addr HOST:PORT, the same on every node",
         unset=("master-addr", "master-port"),
     ),
     RefusedNames(
@@ -338,6 +340,7 @@ _TABLE: tuple[RefusedNames, ...] = (
         reason="a hierarchical prefix cache is not built yet",
         remedy="leave it out",
         flags=("enable-hierarchical-cache", "enable-lmcache"),
+        always=("disable-kvstore",),
         unset=("hicache-storage-backend", "hicache-storage-backend-extra-config", "kvstore-*"),
         values={
             "hicache-ratio": 2.0,
@@ -380,7 +383,7 @@ _TABLE: tuple[RefusedNames, ...] = (
         group="Scheduling",
         reason="separate steps for decodes and prompts are not built",
         remedy="leave it out or give true: decodes and chunks of prompts always share a step",
-        always=("enable-mixed-chunk",),
+        always=("enable-mixed-chunk enable-mixed-batch",),
     ),
     RefusedNames(
         group="Scheduling",
@@ -723,7 +726,13 @@ _TABLE: tuple[RefusedNames, ...] = (
         reason="compiling the model is not built yet",
         remedy="leave it out; --cuda-graph-bs and --enforce-eager control graphs",
         flags=("o0", "o1", "o2", "o3"),
-        unset=("compilation-config cc", "optimization-level o", "performance-mode", "additional-config"),
+        unset=("optimization-level o", "performance-mode"),
+    ),
+    RefusedNames(
+        group="Kernels",
+        reason="its keys choose kernels, layouts and streams of vLLM-Ascend, which the device decides on here",
+        remedy="leave it out; --enable-eplb balances experts",
+        unset=("additional-config",),
     ),
     RefusedNames(
         group="Graphs",
@@ -736,8 +745,8 @@ _TABLE: tuple[RefusedNames, ...] = (
         group="Kernels",
         reason="the device decides on the kernels",
         remedy="leave it out",
-        flags=("enable-flashinfer-autotune",),
-        unset=("attention-config",),
+        flags=("enable-flashinfer-autotune", "attention-use-fp4-indexer-cache"),
+        unset=("attention-config", "kernel-config", "linear-backend", "mamba-backend"),
     ),
     RefusedNames(
         group="Kernels",
@@ -782,7 +791,8 @@ _TABLE: tuple[RefusedNames, ...] = (
         group="Parallelism",
         reason="only prompts of sparse attention are divided by tokens",
         remedy="leave it out or give 1; for DeepSeek V3.2 and GLM-5 give --enable-nsa-prefill-context-parallel",
-        values={"decode-context-parallel-size": 1, "prefill-context-parallel-size": 1},
+        unset=("cp-kv-cache-interleave-size", "dcp-kv-cache-interleave-size"),
+        values={"decode-context-parallel-size dcp": 1, "prefill-context-parallel-size pcp": 1},
     ),
     RefusedNames(
         group="Parallelism",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
 import msgspec
 
 from actors.options.argument import Argument, parse_flag
+from actors.options.compilation_config import split_compilation_config
 from actors.options.errors import ArgumentError
 from actors.options.refusal import Refusal
 from actors.options.refused import REFUSALS
@@ -55,6 +57,7 @@ def _index() -> dict[str, ResolvedName]:
 
 
 _INDEX = _index()
+_OBJECTS = {"speculative_config": split_config, "compilation_config": split_compilation_config}
 _FAMILIES = {name[:-1]: found for name, found in _INDEX.items() if name.endswith("*")}
 _IMPLEMENTED = [name for name, found in _INDEX.items() if isinstance(found.entry, Argument)]
 _REFUSED = [name for name, found in _INDEX.items() if isinstance(found.entry, Refusal)]
@@ -73,12 +76,20 @@ def find(name: str) -> ResolvedName:
         return result
     stem, dot, member = key.partition(".")
     if dot and stem in _INDEX:
-        if isinstance(entry := _INDEX[stem].entry, Refusal):
+        entry = _INDEX[stem].entry
+        if isinstance(entry, Refusal):
             raise ArgumentError(f"{entry.reason}; {entry.remedy}")
+        if entry.field in _OBJECTS:
+            return _INDEX[stem]
         whole = json.dumps({member.partition(".")[0].replace("-", "_"): "..."})
         raise ArgumentError(f"give one JSON object for all members: {name.partition('.')[0]} '{whole}'")
+    longer = [known for known in _IMPLEMENTED if known.startswith(key)] if len(key) > 3 else []  # "--mem-frac"
     # Suggest a refused name only if it is very similar.
-    near = get_close_matches(key, _IMPLEMENTED, n=1, cutoff=0.7) or get_close_matches(key, _REFUSED, n=1, cutoff=0.85)
+    near = (
+        longer
+        or get_close_matches(key, _IMPLEMENTED, n=1, cutoff=0.7)
+        or get_close_matches(key, _REFUSED, n=1, cutoff=0.85)
+    )
     hint = f"did you mean {_spelled_like(name, near[0])}?" if near else "troupe serve --help lists all arguments"
     raise ArgumentError(f"there is no such argument; {hint}")
 
@@ -124,17 +135,45 @@ def resolve(layers: Iterable[Sequence[RawArgument]]) -> dict[str, Any]:
 
 
 def _split(layer: Sequence[RawArgument], problems: list[str]) -> list[RawArgument]:
-    """The layer with the entries of ``--speculative-config`` as separate values."""
+    """The layer with the members of ``--speculative-config`` and ``--compilation-config`` as separate values.
+
+    Members may also be given one by one, as ``--speculative-config.method mtp``.
+    """
     entries: list[RawArgument] = []
+    objects: dict[str, dict[str, object]] = {}
+    spellings: dict[tuple[str, str], str] = {}  # of members, and with "" of the objects
     for given in layer:
-        entries.append(given)
-        if canonical(given.name) == "speculative-config" and isinstance(config := _parsed(given), dict):
-            try:
-                for key, name, value in split_config(config):
-                    entries.append(RawArgument(name=name, value=value, spelling=f"{given.spelling} {key}"))
-            except ArgumentError as error:
-                problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)
+        stem, dot, member = given.name.partition(".")
+        field = _object_field(stem)
+        if not dot or field is None:
+            entries.append(given)
+        if field is None or not isinstance(config := _member(member, given) if dot else _parsed(given), dict):
+            continue
+        objects.setdefault(field, {}).update(config)
+        spellings[field, ""] = stem if dot else given.spelling
+        for key in config:
+            spellings[field, key] = given.spelling if dot else f"{given.spelling} {key}"
+    for field, config in objects.items():
+        try:
+            for key, name, value in _OBJECTS[field](config):
+                entries.append(RawArgument(name=name, value=value, spelling=spellings[field, key]))
+        except ArgumentError as error:
+            problems.extend(f"{spellings[field, '']}: {problem}" for problem in error.problems)
     return entries
+
+
+def _object_field(name: str) -> str | None:
+    found = _INDEX.get(canonical(name))
+    return found.entry.field if found and isinstance(found.entry, Argument) and found.entry.field in _OBJECTS else None
+
+
+def _member(name: str, given: RawArgument) -> dict[str, object]:
+    """The member of an object that is given alone; text is read as JSON where it is valid."""
+    value = given.value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads({"True": "true", "False": "false"}.get(value, value))
+    return {name.replace("-", "_"): value}
 
 
 def _parsed(argument: RawArgument) -> object:

@@ -11,8 +11,8 @@ __all__ = ["ServingArguments", "ThoughtFormat", "ToolFormat"]
 
 ToolFormat = Literal[
     "auto", "off", "hermes", "qwen3_coder", "llama3_json", "llama4", "pythonic", "mistral", "deepseekv3",
-    "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m2", "step3",
-    "granite", "internlm", "phi4", "cohere", "json", "passthrough",
+    "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m1", "minimax-m2",
+    "step3", "granite", "internlm", "phi4", "cohere", "gemma4", "lfm2", "json", "passthrough",
 ]  # fmt: skip
 """Values of ``--tool-call-parser``; the registry of parsers has a class for each format."""
 
@@ -34,7 +34,8 @@ _TOOL_NAMES = {
     **dict.fromkeys(("kimik2", "kimi"), "kimi_k2"),
     **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe", "ling3"), "glm45"),
     **dict.fromkeys(("openai", "gpt_oss", "harmony"), "gpt-oss"),
-    **dict.fromkeys(("minimax_m2", "minimax"), "minimax-m2"),
+    **dict.fromkeys(("minimax", "minimax_m1"), "minimax-m1"),
+    "minimax_m2": "minimax-m2",
     **dict.fromkeys(("internlm2", "interns1"), "internlm"),
     **dict.fromkeys(("phi4_mini_json", "phi4mini"), "phi4"),
     **dict.fromkeys(("command", "cohere_command3", "cohere_command4"), "cohere"),
@@ -43,8 +44,8 @@ _TOOL_NAMES = {
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
 _OTHER_TOOL_NAMES = dict.fromkeys(
-    ("apertus", "apertus2509", "dots", "functiongemma", "gemma4", "gigachat3", "gigachat35", "granite-20b-fc",
-     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "lfm2", "longcat",
+    ("apertus", "apertus2509", "dots", "functiongemma", "gigachat3", "gigachat35", "granite-20b-fc",
+     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "longcat",
      "minicpm5", "minimax-m3", "minimax_m3", "muse", "olmo3", "poolside_v1", "seed_oss", "solar_open2", "spark25",
      "trinity", "xlam"),
     "this format of tool calls is not supported; use passthrough, which leaves it in the text",

@@ -17,6 +17,26 @@ _NOT_HERE = "this algorithm is not built; use EAGLE, EAGLE3, MTP, DFLASH, STANDA
 _OTHER_DEVICES = "attention kernels can be chosen on NPUs only (ascend or torch_native); leave it out"
 
 
+_MTP_METHODS = tuple(
+    f"{model}_mtp"
+    for model in (
+        *(
+            "deepseek",
+            "ernie",
+            "exaone4_5",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "longcat_flash",
+            "mimo",
+            "mimo_v2",
+        ),
+        *("nemotron_h", "qwen3_5", "qwen3_next", "step3p5"),
+    )
+)
+"""vLLM's names of a method by its model."""
+
+
 class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
     """The arguments of speculative decoding. Names are SGLang's and TokenSpeed's."""
 
@@ -46,12 +66,9 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
                 "nextn": "EAGLE",
                 "eagle2": "EAGLE",
                 "draft_model": "STANDALONE",
-                "deepseek_mtp": "MTP",
-                "mimo_mtp": "MTP",
-                "qwen3_next_mtp": "MTP",
-                "qwen3_5_mtp": "MTP",
+                **dict.fromkeys(_MTP_METHODS, "MTP"),
             },
-            unbuilt_choices=dict.fromkeys(("medusa", "mlp_speculator", "suffix", "lookahead"), _NOT_HERE),
+            unbuilt_choices=dict.fromkeys(("dspark", "medusa", "mlp_speculator", "suffix", "lookahead"), _NOT_HERE),
             help="Draft several tokens ahead and let the model verify them in one pass. The output stays the same. "
             "EAGLE (also NEXTN) and EAGLE3: a small head on the model's hidden states; MTP: the model's own "
             "multi-token heads, which EAGLE finds as well; DFLASH: a model that drafts a block at once; "

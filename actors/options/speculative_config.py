@@ -20,6 +20,14 @@ _KEYS = {
     "prompt_lookup_min": "speculative-ngram-min-match-window-size",
     "prompt_lookup_max": "speculative-ngram-max-match-window-size",
 }
+_REFUSED = {
+    "enforce_eager": "a draft is captured as the model is; leave it out, or give --enforce-eager for both",
+    "draft_tensor_parallel_size": "a draft runs on the devices of the model; leave it out",
+    "max_model_len": "a draft reads as much as the model; leave it out, or give --max-model-len for both",
+    "disable_padded_drafter_batch": "the engine decides how drafts are batched; leave it out",
+    "rejection_sample_method": "draft tokens are accepted as --speculative-accept-threshold-single says; leave it out",
+    "draft_sample_method": "the engine decides how draft tokens are chosen; leave it out",
+}
 _NAMES = {name for argument in SPECULATIVE_ARGUMENTS for name in (argument.name, *argument.aliases)}
 _METHODS = next(a for a in SPECULATIVE_ARGUMENTS if a.name == "speculative-algorithm").synonyms
 
@@ -31,7 +39,7 @@ def split_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]
     Raises ArgumentError for an unknown key.
     """
     for key, value in config.items():
-        if value is None:
+        if value is None or (key == "enforce_eager" and value is False):
             continue
         if key == "num_speculative_tokens":
             yield key, *_draft_tokens(config, value)
@@ -51,6 +59,8 @@ def _draft_tokens(config: Mapping[str, Any], value: object) -> tuple[str, object
 def _name(key: str) -> str:
     if key in _KEYS:
         return _KEYS[key]
+    if key in _REFUSED:
+        raise ArgumentError(f"{key}: {_REFUSED[key]}")
     dashed = key.replace("_", "-")
     for name in (dashed, f"speculative-{dashed}"):
         if name in _NAMES and name != "speculative-config":

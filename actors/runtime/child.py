@@ -47,12 +47,12 @@ def main(sock: socket.socket, thread_sock: socket.socket, spec: bytes, turn: Cal
     sock.set_inheritable(False)
     thread_sock.set_inheritable(False)
     described = msgspec.msgpack.decode(spec, type=ChildSpec)
-    with contextlib.suppress(OSError):  # the name that ps and top show; only Linux has it, of 15 bytes
-        Path("/proc/self/comm").write_bytes(described.name.encode())
+    _show_name(f"{described.name} spare")
     # An error is dropped: the start raises it again and reports it.
     with contextlib.suppress(Exception):
         import_name(described.target).prepare(*_arguments(described))
     incarnation = turn()
+    _show_name(described.name)
 
     async def live() -> None:
         await _Child(described, incarnation, sock, thread_sock).live()
@@ -60,6 +60,12 @@ def main(sock: socket.socket, thread_sock: socket.socket, spec: bytes, turn: Cal
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(live())
     _leave()
+
+
+def _show_name(name: str) -> None:
+    """Set the name that ps and top show; only Linux has it, of 15 bytes."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_bytes(name.encode())
 
 
 def _leave() -> None:

@@ -14,6 +14,7 @@ from app.parsers.reasoning.formats import REASONING_FORMATS, ReasoningFormat
 from app.parsers.tools.cohere import CohereParser
 from app.parsers.tools.deepseekv3 import DeepSeekV3Parser, DeepSeekV31Parser
 from app.parsers.tools.deepseekv32 import DeepSeekV4Parser, DeepSeekV32Parser
+from app.parsers.tools.gemma4 import Gemma4Parser
 from app.parsers.tools.glm45 import Glm45Parser
 from app.parsers.tools.granite import GraniteParser
 from app.parsers.tools.hermes import HermesParser
@@ -21,11 +22,12 @@ from app.parsers.tools.internlm import InternLMParser
 from app.parsers.tools.json_calls import JsonParser
 from app.parsers.tools.kimi_k2 import KimiK2Parser
 from app.parsers.tools.llama3 import Llama3Parser
+from app.parsers.tools.minimax_m1 import MiniMaxM1Parser
 from app.parsers.tools.minimax_m2 import MiniMaxM2Parser
 from app.parsers.tools.mistral import MistralParser
 from app.parsers.tools.passthrough import PassthroughParser
 from app.parsers.tools.phi4 import Phi4Parser
-from app.parsers.tools.pythonic import Llama4Parser, PythonicParser
+from app.parsers.tools.pythonic import Lfm2Parser, Llama4Parser, PythonicParser
 from app.parsers.tools.qwen3_coder import Qwen3CoderParser
 from app.parsers.tools.step3 import Step3Parser
 
@@ -49,12 +51,15 @@ TOOL_PARSERS: Mapping[ToolFormat, type[StreamingParser]] = {
     "kimi_k2": KimiK2Parser,
     "glm45": Glm45Parser,
     HARMONY: HarmonyParser,
+    "minimax-m1": MiniMaxM1Parser,
     "minimax-m2": MiniMaxM2Parser,
     "step3": Step3Parser,
     "granite": GraniteParser,
     "internlm": InternLMParser,
     "phi4": Phi4Parser,
     "cohere": CohereParser,
+    "gemma4": Gemma4Parser,
+    "lfm2": Lfm2Parser,
     "json": JsonParser,
     "passthrough": PassthroughParser,
 }
@@ -70,6 +75,9 @@ _TOOL_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<｜tool▁sep｜>", "deepseekv31"),
     ("<|START_ACTION|>", "cohere"),
     ("<|action_start|>", "internlm"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|tool_call>", "gemma4"),
     ("<|constrain|>", HARMONY),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_start|>", "llama4"),
@@ -77,6 +85,7 @@ _TOOL_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("Environment: ipython", "llama3_json"),
     ("<|/tool_call|>", "phi4"),
     ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "minimax-m1"),
     ("<tool_call>", "hermes"),
 )
 """Texts in a chat template and the format that they tell; the first that is there decides."""
@@ -101,7 +110,11 @@ _FAMILIES: Mapping[str, tuple[ToolFormat, ThoughtFormat]] = {
     "GptOssForCausalLM": (HARMONY, HARMONY),
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseek_v4", "deepseek-v3"),
+    "Gemma4ForCausalLM": ("gemma4", "gemma"),
+    "Lfm2ForCausalLM": ("lfm2", OFF),
+    "Lfm2MoeForCausalLM": ("lfm2", OFF),
     "Llama4ForCausalLM": ("llama4", OFF),
+    "MiniMaxM1ForCausalLM": ("minimax-m1", "base"),
     "Mistral3ForCausalLM": ("mistral", OFF),
     "Ministral3ForCausalLM": ("mistral", OFF),
     "Mistral4ForCausalLM": ("mistral", OFF),

@@ -35,6 +35,7 @@ __all__ = [
     "Paged",
     "State",
     "Window",
+    "follows_chains",
     "has_states",
     "is_plain",
     "keep_all",
@@ -149,6 +150,11 @@ def is_plain(groups: Sequence[CacheGroup]) -> bool:
 def has_states(groups: Sequence[CacheGroup]) -> bool:
     """Whether some layers keep states."""
     return any(isinstance(group.spec, State) for group in groups)
+
+
+def follows_chains(groups: Sequence[CacheGroup]) -> bool:
+    """Whether draft tokens must be chains: bounded groups have a place for each position, not for each draft token."""
+    return any(group.spec.lookback is not None for group in groups)
 
 
 class GroupPages(msgspec.Struct, frozen=True):

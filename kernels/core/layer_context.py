@@ -122,6 +122,7 @@ class LayerContext:
     part of them.
 
     used: whether a slot has an adapter. idle: whether the pass that runs, or is captured, is for rows without one.
+    passes: how many were begun here, a captured one counted once.
     """
 
     def __init__(self, adapters: RowAdapters, device: torch.device, rank: int = 0, size: int = 1) -> None:
@@ -134,6 +135,23 @@ class LayerContext:
         self._whole: tuple[Tensor | None, list[tuple[int, Tensor | None]] | None] | None = None  # of a divided pass
         self.in_head = False
         self.places: dict[int, int] = {}
+        self.passes = 0
+        self._current: Tensor | None = None
+
+    def count_passes(self) -> Tensor:
+        """int64 [1]: the number of the pass that runs, from 1 on, counted on the device also where it was captured.
+
+        It is counted from the first call on.
+        """
+        if self._current is None:
+            self._current = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return self._current
+
+    @torch.inference_mode()
+    def _begin(self) -> None:
+        self.passes += 1
+        if self._current is not None:
+            self._current.add_(1)
 
     @property
     def rows(self) -> Tensor:
@@ -174,6 +192,7 @@ class LayerContext:
 
     def enter(self, cache_index: Tensor) -> None:
         """A pass begins, whose tokens go to ``cache_index`` int64 [tokens] (page * page_size + offset)."""
+        self._begin()  # first: kernels read it while the previous kernel runs
         pages = torch.div(cache_index, self._page_size, rounding_mode="floor")
         self._rows, self._segments, self._whole = self._of_page.index_select(0, pages), None, None
 
@@ -215,5 +234,6 @@ class LayerContext:
 
     def enter_slots(self, slots: Iterable[int]) -> None:
         """Logits of rows of these slots are computed next."""
+        self._begin()
         places = [self.places.get(slot, 0) for slot in slots]
         self._rows, self._segments = torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True), None

@@ -1,4 +1,5 @@
-"""Attention to the blocks of tokens that an indexer chooses, over keys and values in pages, in plain torch (Qwen 4).
+"""Attention to the blocks of tokens that an indexer chooses, over keys and values in pages, in plain torch (Qwen 4,
+MiniMax M3).
 
     score(query, block) = sum over index heads h of  relu(q[h] @ k[block])
 
@@ -18,7 +19,7 @@ from kernels.devices.latent_attention import row_pages, row_vectors
 from kernels.devices.latent_cache import Vectors
 from kernels.devices.sparse_attention import Chosen, highest
 
-__all__ = ["attend_chosen_heads", "choose_blocks"]
+__all__ = ["attend_chosen_heads", "choose_blocks", "choose_blocks_of_groups"]
 
 _NUMBERS = 1 << 25
 """Most numbers of scores, or of gathered keys and values, that are held at a time."""
@@ -64,6 +65,45 @@ def choose_blocks(
     return result
 
 
+def choose_blocks_of_groups(
+    queries: Tensor, keys: Vectors, rows: AttentionRows, size: int, top_k: int, local: int
+) -> Chosen | None:
+    """``choose_blocks`` of each index head alone, for as many groups of attention's heads: the tokens of the last
+    ``local`` blocks up to a query's, and of the blocks in which a key's product with it is highest, ``top_k`` in all.
+
+        score(query, head, block) = max over the block's tokens t up to the query's of  q[head] @ k[t]
+
+    Each row's tokens are int64 [queries, heads, top_k * size].
+    """
+    ends = rows.starts + rows.counts
+    if int(ends.max()) <= top_k * size:
+        return None
+    device, heads, result, begin = queries.device, queries.shape[1], Chosen(), 0
+    for row, (end, count) in enumerate(zip(ends.tolist(), rows.counts.tolist(), strict=True)):
+        own = slice(begin, begin + count)
+        begin += count
+        if end <= top_k * size:
+            result.append(None)
+            continue
+        blocks, best = -(-end // size), []
+        held = row_vectors(keys, rows, row, device)[:end].float().t()
+        step = max(1, _numbers(device) // (blocks * size * heads))
+        for low in range(0, count, step):
+            some = queries[own][low : low + step]
+            at = torch.arange(end - count + low, end - count + low + len(some), device=device)[:, None, None]
+            scores = some.new_full((len(some), heads, blocks * size), -torch.inf, dtype=torch.float32)
+            scores[..., :end] = torch.mm(some.float().flatten(0, 1), held).unflatten(0, (len(some), heads))
+            scores.masked_fill_(torch.arange(blocks * size, device=device) > at, -torch.inf)
+            scores, last = scores.unflatten(2, (blocks, size)).amax(3), torch.div(at, size, rounding_mode="floor")
+            number = torch.arange(blocks, device=device)
+            scores.masked_fill_((number <= last) & (number > last - local), torch.inf)
+            found = highest(scores.flatten(0, 1), top_k).unflatten(0, (len(some), heads))
+            tokens = (found.unsqueeze(3) * size + torch.arange(size, device=device)).flatten(2)
+            best.append(tokens.masked_fill_(tokens > at, -1))
+        result.append(torch.cat(best))
+    return result
+
+
 def attend_chosen_heads(
     queries: Tensor,
     gather: Callable[[Tensor], Tensor],
@@ -74,6 +114,7 @@ def attend_chosen_heads(
     whole: Callable[[Tensor, AttentionRows], Tensor],
 ) -> Tensor:
     """Attention of ``queries`` [tokens, heads, dim] over the ``chosen`` tokens of their rows -> [tokens, heads * dim].
+    These are of all heads, or [queries, kv_heads, chosen].
 
     gather: the keys and values of places int64 [n] in the cache, [n, 2, kv_heads, dim or more]. whole: attention of the
     queries of a row over all tokens before them, -> [tokens, heads * dim].
@@ -89,16 +130,23 @@ def attend_chosen_heads(
             out[own] = whole(queries[own], alone)
             continue
         pages = row_pages(rows, row, page_size, queries.device)
-        step = max(1, _numbers(queries.device) // (best.shape[1] * (2 * dim + heads)))
+        step = max(1, _numbers(queries.device) // (best[0].numel() * (2 * dim + heads)))
         for low in range(0, count, step):
             some, tokens = queries[own][low : low + step], best[low : low + step]
             at = tokens.clamp(min=0)
             places = pages[torch.div(at, page_size, rounding_mode="floor")] * page_size + at % page_size
-            both = gather(places.flatten())[..., :dim].to(queries.dtype).unflatten(0, tokens.shape)
-            keys, values = both.permute(2, 0, 3, 1, 4)  # [queries, kv_heads, tokens, dim] each
+            if places.ndim == 2:
+                both = gather(places.flatten())[..., :dim].to(queries.dtype).unflatten(0, tokens.shape)
+                keys, values = both.permute(2, 0, 3, 1, 4)  # [queries, kv_heads, tokens, dim] each
+                hidden = (tokens < 0)[:, None, None]
+            else:
+                groups = (gather(part.flatten())[:, :, head, :dim] for head, part in enumerate(places.unbind(1)))
+                both = torch.stack([part.to(queries.dtype).unflatten(0, (len(some), -1)) for part in groups], 1)
+                keys, values = both.unbind(3)
+                hidden = (tokens < 0).unsqueeze(2)
             grouped = some.unflatten(1, (keys.shape[1], -1))
             scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale)
-            shares = scores.masked_fill_((tokens < 0)[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
+            shares = scores.masked_fill_(hidden, -torch.inf).softmax(-1).to(values.dtype)
             out[own][low : low + step] = torch.matmul(shares, values).flatten(1)
     return out
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.contract.expert_settings import ExchangeSettings
 from kernels.devices.experts import Communicator, ExchangingExperts, Experts, Routing
 from kernels.distributed.group import Group
+from kernels.distributed.turns import PassValue
 
 __all__ = ["LOW_LATENCY_ROWS", "ExpertExchange"]
 
@@ -50,16 +51,22 @@ class ExpertExchange:
         experts: Experts,
         routing: Routing,
         beside: Callable[[], None] | None = None,
+        *,
+        ids: PassValue | None = None,
     ) -> Tensor:
         """The results of the experts for the rows that this rank sends, and 0 for the others: [rows, hidden].
 
         ``x`` [rows, hidden]: the rows of this part. ``tokens``: the most rows of each part, the same on all ranks.
-        ``routing``: of ``experts``. ``beside`` runs while rows travel. All ranks must call it.
+        ``routing``: of ``experts``. ``beside`` runs while rows travel. ``ids`` int [rows]: by which experts
+        of ``x`` are chosen. All ranks must call it.
         """
         limits = [self._slice(count, within) for count in tokens for within in range(self._width)]
         mine = limits[self.whole.rank]
         own = x[mine]
-        if len(own):
+        if len(own) and ids is not None and ids.value is not None:
+            with ids.holding(ids.value[mine]):
+                weights, places = experts.route(own)
+        elif len(own):
             weights, places = experts.route(own)
         else:
             weights = x.new_empty((0, routing.chosen), dtype=torch.float32)

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.contract.expert_settings import ExchangeSettings
 from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.group import Group
+from kernels.distributed.turns import PassValue
 
 __all__ = ["SharedExperts"]
 
@@ -69,21 +70,34 @@ class SharedExperts:
             raise ValueError(f"a pass of {rows} tokens is over the {tokens[self.part]} that the other ranks expect")
         return tokens
 
-    def run(self, x: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
+    def run(self, x: Tensor, experts: Callable[[Tensor], Tensor], ids: PassValue | None = None) -> Tensor:
         """``experts``: this rank's summand for any rows [rows, hidden]; ``x`` [rows, hidden]: this part's rows. -> the
-        sum of all ranks for these."""
+        sum of all ranks for these. ``ids`` int64 [rows]: by which experts of ``x`` are chosen; while ``experts`` runs,
+        those of its rows."""
         tokens = self.tokens(len(x))
-        most, count = max(tokens), sum(tokens)
+        most = max(tokens)
         if not most:
             return x
-        rows = self.across.all_gather_rows(_padded(x, most))
-        if count < len(rows):
-            rows = torch.cat([rows[part * most : part * most + own] for part, own in enumerate(tokens)])
-        out = experts(rows)
-        if count < self.parts * most:
+        rows = self._gathered(x, tokens)
+        if ids is None:
+            out = experts(rows)
+        else:
+            own = ids.value if len(x) else None
+            column = rows.new_empty((0, 1), dtype=torch.int64) if own is None else own.long().unsqueeze(1)
+            with ids.holding(self._gathered(column, tokens).squeeze(1)):
+                out = experts(rows)
+        if sum(tokens) < self.parts * most:
             out = torch.cat([_padded(own, most) for own in out.split(tokens)])
         mine = self.across.reduce_scatter(out)[: len(x)]
         return self.attention.all_reduce(mine) if len(x) else mine
+
+    def _gathered(self, x: Tensor, tokens: tuple[int, ...]) -> Tensor:
+        """The rows of all parts, of which each has so many ``tokens``. ``x`` [rows, n]: this part's."""
+        most = max(tokens)
+        rows = self.across.all_gather_rows(_padded(x, most))
+        if sum(tokens) == len(rows):
+            return rows
+        return torch.cat([rows[part * most : part * most + own] for part, own in enumerate(tokens)])
 
     def run_empty(self) -> None:
         """Take part in a pass without a token of this part's own."""

@@ -6,7 +6,8 @@ The order of turns depends only on the collectives of the two, so all ranks star
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -83,6 +84,15 @@ class PassValue(threading.local):
     """What a layer keeps for another one in the same pass. Each of two passes that take turns has a separate value."""
 
     value: Tensor | None = None
+
+    @contextmanager
+    def holding(self, value: Tensor) -> Iterator[None]:
+        """Another ``value``, for a while."""
+        own, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = own
 
 
 class TurnTaker:

@@ -318,6 +318,11 @@ class ModelConfig:
         return self.latent is not None and self.latent.index is not None
 
     @property
+    def stream_size(self) -> int:
+        """Numbers of a token between layers: of several residual streams more than ``hidden_size``."""
+        return self.hidden_size
+
+    @property
     def page_unit(self) -> int:
         """Pages hold a multiple of so many tokens."""
         return 1

@@ -88,8 +88,8 @@ class Decoder:
         # The layers whose results are known after this stage, and those of them that it receives.
         self.captures = tuple(layer for layer in builder.captures if layer < end)
         self._received = tuple(layer for layer in self.captures if layer < first)
-        self._first, self.hidden_size = first, config.hidden_size
-        width = config.hidden_size * (1 + len(self._received))
+        self._first, self.hidden_size, self._stream = first, config.hidden_size, config.stream_size
+        width = self._stream * (1 + len(self._received))
         self.received = torch.empty((0, width), dtype=builder.dtype, device=builder.ops.torch_device)
         self.reads_rows = bool(config.eager_with(builder.ops.attention.plans)) or config.indexed
         self._routes = builder.routes
@@ -133,7 +133,7 @@ class Decoder:
     ) -> Tensor:
         """Run a step's tokens; their keys and values go to ``caches`` (one per layer). -> [tokens, hidden], normed.
 
-        With captures [tokens, hidden * (1 + captures)], for ``split``: one tensor, so that a captured graph or a
+        With captures [tokens, hidden + captures * stream], for ``split``: one tensor, so that a captured graph or a
         program gives it as it gives the other. ``capture``: whether they are wanted at all.
 
         ``wanted`` int64 [rows]: nothing is captured, and the result is that of these tokens, [rows, hidden]: behind the
@@ -171,23 +171,24 @@ class Decoder:
         angles = [rotary(batch.positions) for rotary in self.rotaries]
         batches = {spec: batch.in_window(spec) for spec in batch.bounded if isinstance(spec, Window)}
         captures = self.captures if capture and wanted is None else ()
-        hidden, device, last_layer = self.hidden_size, self.device, self.layers[-1]
+        hidden, size, device, last_layer = self.hidden_size, self._stream, self.device, self.layers[-1]
         stream = self.embeddings(token_ids) if self.stage.is_first else batch.states
         assert stream is not None, "a stage receives before it runs"
-        residual = stream[:, :hidden]
+        residual = stream[:, :size]
         if not residual.is_contiguous():
-            residual = device.elementwise.empty_rows(len(stream), hidden, stream.dtype)
-            device.elementwise.add_rows(stream[:, :hidden], None, residual)
+            residual = device.elementwise.empty_rows(len(stream), size, stream.dtype)
+            device.elementwise.add_rows(stream[:, :size], None, residual)
         if context is not None:
             residual = context.select(residual)
             if self.rows is not None and context.own is not None:
                 self.rows.divide(context.own)
         wide: Tensor | None = None
+        before = hidden if self.stage.is_last else size
         if captures:
-            wide = device.elementwise.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)
-            for number, part in zip(self._received, stream.split(hidden, dim=1)[1:], strict=True):
-                begin = hidden * (1 + captures.index(number))
-                device.elementwise.add_rows(part, None, wide[:, begin : begin + hidden])
+            wide = device.elementwise.empty_rows(len(residual), before + size * len(captures), residual.dtype)
+            for number, part in zip(self._received, stream.split(size, dim=1)[1:], strict=True):
+                begin = before + size * captures.index(number)
+                device.elementwise.add_rows(part, None, wide[:, begin : begin + size])
         x: PendingResidual = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self._first):
             cos, sin = angles[self._rotary_of[id(layer)]]
@@ -196,11 +197,11 @@ class Decoder:
             chosen = wanted if layer is last_layer and self.stage.is_last else None
             x, residual = layer(x, residual, cos, sin, cache, seen, chosen)
             if wide is not None and index in captures:
-                begin = hidden * (1 + captures.index(index))
-                device.elementwise.write_stream(x, residual, wide[:, begin : begin + hidden])
+                begin = before + size * captures.index(index)
+                device.elementwise.write_stream(x, residual, wide[:, begin : begin + size])
         if not self.stage.is_last:
-            stream = device.elementwise.empty_rows(len(residual), hidden, residual.dtype) if wide is None else wide
-            device.elementwise.write_stream(x, residual, stream[:, :hidden])
+            stream = device.elementwise.empty_rows(len(residual), size, residual.dtype) if wide is None else wide
+            device.elementwise.write_stream(x, residual, stream[:, :size])
             return stream
         last, _ = norm_of_sum(self.norm, x, residual)
         if context is not None:
@@ -212,7 +213,7 @@ class Decoder:
 
     def split(self, result: Tensor) -> tuple[Tensor, Tensor]:
         """What ``forward`` returned -> the last hidden state [tokens, hidden], and what drafts are made from [tokens,
-        captures * hidden]: of each captured layer, in their order, the sum of the residual stream after it, not normed;
+        captures * stream]: of each captured layer, in their order, the sum of the residual stream after it, not normed;
         without captures the last hidden state itself.
         """
         if not self.captures:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from kernels.contract.caches import CacheGroup, CacheSpec
 from kernels.contract.errors import ConfigError
 from kernels.distributed.turns import PassValue
@@ -23,7 +21,7 @@ from kernels.models.layers import compressed_attention, constrained_connections,
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.compressed_attention import CompressedAttention, CompressedConfig, CompressedSizes, PassRows
 from kernels.models.layers.constrained_connections import HyperConnection, HyperHead, StreamConfig
-from kernels.models.layers.moe import DEEPSEEK, LimitedGate
+from kernels.models.layers.moe import DEEPSEEK, ExpertTable, LimitedGate
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.stream_block import StreamBlock, StreamHalf
 from kernels.weights.tensors import Role, TensorSpec, norm
@@ -54,6 +52,11 @@ class DeepseekV4Config(ModelConfig):
     def indexed(self) -> bool:
         """As ``ModelConfig``."""
         return True
+
+    @property
+    def stream_size(self) -> int:
+        """As ``ModelConfig``."""
+        return _sizes(self)[1].count * self.hidden_size
 
     @property
     def page_unit(self) -> int:
@@ -317,10 +320,11 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
             f"o_groups {config.attention.groups} of {config.architecture} cannot be divided by --tensor-parallel-size "
             f"{ranks}; lower it"
         )
-    if builder.shared is not None:
+    _, streams = _sizes(config)
+    if builder.captures:
         raise ConfigError(
-            f"{config.architecture} does not run with --enable-dp-attention: its first layers choose experts by token "
-            "ids, which ranks do not exchange; leave it out"
+            f"{config.architecture} has {streams.count} residual streams, and drafts that read hidden states between "
+            "layers (EAGLE3, DFLASH) read one: use another --speculative-algorithm"
         )
     vocab = vocabulary.vocabulary(builder, config)
     rows, tokens = PassRows(builder.ops.memory.put), PassValue()
@@ -329,7 +333,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     layers = [
         _layer(config, builder, number, rotary=rotary, rows=rows, tokens=tokens) for number in range(config.layers)
     ]
-    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
+    last = HyperHead(builder, streams, "model.hc_head", builder.norm("model.norm", config.norm_eps))
+    return Decoder(builder, config, vocab, layers, last)
 
 
 def _layer(
@@ -347,11 +352,10 @@ def _layer(
         builder, config.layer(number), f"{name}.self_attn", config.heads, rotary=rotary, rows=rows
     )
     gate = LimitedGate(sizes.limit, before=True)
-    if number in config.hashed:
-        table = builder.source.take([f"{name}.mlp.gate.tid2eid"])
-        experts = moe.SparseFeedForward(builder, sizes, name, _HASHED, gate, gate, fixed=lambda: _fixed(table, tokens))
-    else:
-        experts = moe.SparseFeedForward(builder, sizes, name, DEEPSEEK, gate, gate)
+    table = ExpertTable(builder.source.take([f"{name}.mlp.gate.tid2eid"]), tokens) if number in config.hashed else None
+    experts = moe.SparseFeedForward(
+        builder, sizes, name, DEEPSEEK if table is None else _HASHED, gate, gate, table=table
+    )
 
     def half(connection: str, norm: str) -> StreamHalf:
         around = HyperConnection(builder, streams, f"{name}.{connection}")
@@ -361,13 +365,6 @@ def _layer(
         (half("attn_hc", "input_layernorm"), attention),
         (half("ffn_hc", "post_attention_layernorm"), experts),
         streams.count,
-        is_first=number == 0,
-        head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,
+        is_first=number == 0 and builder.stage.is_first,
         tokens=tokens,
     )
-
-
-def _fixed(table: Tensor, tokens: PassValue) -> Tensor:
-    """The experts of the pass's tokens."""
-    assert tokens.value is not None, "the layer sets them"
-    return table.index_select(0, tokens.value)

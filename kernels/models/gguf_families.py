@@ -542,6 +542,32 @@ def _mimo2(meta: Metadata) -> dict[str, Any]:
     )
 
 
+def _minimax_m3(meta: Metadata) -> dict[str, Any]:
+    """Norms have their offset; limits of gates are those of all models. Early files have no indexer, and so full
+    attention in all layers."""
+    experts, inner, index = _experts(meta), meta.size(".expert_feed_forward_length"), ".attention.indexer"
+    if _scores(meta, 2) != "sigmoid":
+        raise meta.wrong(".expert_gating_func", "2, which is sigmoid")
+    own = [meta.has(f"blk.{layer}.indexer.q_proj.weight") for layer in range(meta.block_count)]
+    result = {key: experts[key] for key in ("num_experts", "num_experts_per_tok", "routed_scaling_factor")} | {
+        "whole_norms": True,
+        "intermediate_size": inner,
+        "dense_intermediate_size": meta.size(".feed_forward_length"),
+        "shared_intermediate_size": inner * meta.size(".expert_shared_count", 1),
+        "mlp_layer_types": _sparse_layers(meta),
+        "layer_types": ["minimax_m3_sparse" if one else "full_attention" for one in own],
+    }
+    if not any(own):
+        return result
+    return result | {
+        "index_n_heads": meta.size(f"{index}.head_count"),
+        "index_head_dim": meta.size(f"{index}.key_length"),
+        "index_topk_blocks": meta.size(f"{index}.top_k"),
+        "index_block_size": meta.size(f"{index}.block_size"),
+        "index_local_blocks": meta.size(f"{index}.local_blocks"),
+    }
+
+
 def _mistral4(meta: Metadata) -> dict[str, Any]:
     return _experts(meta) | latent(meta)
 
@@ -691,6 +717,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "mimo2": _mimo2,
     "minicpm3": _minicpm3,
     "minimax-m2": _inner_of_experts,
+    "minimax-m3": _minimax_m3,
     "mistral3": _plain,
     "mistral4": _mistral4,
     "nemotron_h": _nemotron,

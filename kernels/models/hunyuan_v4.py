@@ -60,6 +60,11 @@ class HunyuanV4Config(ModelConfig):
     magnitude: float = 2.0
     limit: float = 0.0
 
+    @property
+    def stream_size(self) -> int:
+        """As ``ModelConfig``."""
+        return _streams(self).count * self.hidden_size
+
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
@@ -169,7 +174,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     vocab = vocabulary.vocabulary(builder, config)
     indexers: list[Indexer] = []
     layers = [_layer(config, builder, number, indexers) for number in range(config.layers)]
-    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
+    last = HyperHead(builder, _streams(config), "model.hc_head", builder.norm("model.norm", config.norm_eps))
+    return Decoder(builder, config, vocab, layers, last)
 
 
 def _layer(config: HunyuanV4Config, builder: LayerBuilder, number: int, indexers: list[Indexer]) -> StreamBlock:
@@ -196,5 +202,4 @@ def _layer(config: HunyuanV4Config, builder: LayerBuilder, number: int, indexers
         (half("ffn_hc", "post_attention_layernorm"), feed_forward),
         streams.count,
         is_first=number == 0,
-        head=HyperHead(builder, streams, "model.hc_head") if number == config.layers - 1 else None,
     )

@@ -2,12 +2,15 @@
 have sinks; these layers have twice as many key heads and rotate with a base of their own. Values are shorter than keys
 and scaled; here they are filled with zeros, so that one cache holds both. Experts are DeepSeek V3's, without a shared
 one.
+
+MiMo-V2.5 (https://huggingface.co/XiaomiMiMo/MiMo-V2.5) has one projection for queries, keys and values, whose rows are
+those of ``num_key_value_heads`` parts, each with its queries, keys and values, and with blocks of scales of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +36,14 @@ __all__ = ["build", "caches", "config", "head_config", "head_layer", "head_tenso
 @dataclass(frozen=True)
 class MiMoV2Config(ModelConfig):
     """``kv_heads``: of layers with a window. ``full_kv_heads``: of the others, of the whole model. ``all_heads``: the
-    whole model's. ``value_dim``: numbers of a value; ``value_scale`` multiplies them."""
+    whole model's. ``value_dim``: numbers of a value; ``value_scale`` multiplies them. ``fused``: whether one projection
+    makes queries, keys and values, in ``full_kv_heads`` parts."""
 
     full_kv_heads: int = 0
     all_heads: int = 0
     value_dim: int = 0
     value_scale: float = 1.0
+    fused: bool = False
 
     @property
     def attention_features(self) -> Mapping[str, str]:
@@ -54,7 +59,8 @@ class MiMoV2Config(ModelConfig):
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    raw, ropes = _as_transformers(raw), raw.raw.get("rope_parameters")
+    raw = _as_transformers(raw)
+    ropes = raw.raw.get("rope_parameters")
     windows = _windows(raw)
     experts = ConfigReader(
         {"norm_topk_prob": True, **raw.raw, "n_shared_experts": None}, raw.architecture
@@ -89,7 +95,29 @@ def config(raw: ConfigReader) -> ModelConfig:
         all_heads=plain.heads,
         value_dim=values,
         value_scale=raw.number("attention_value_scale", 0.707) if raw.raw.get("attention_value_scale", 1) else 1.0,
+        fused=_fused(raw, kv_heads, full),
     )
+
+
+def _fused(raw: ConfigReader, kv_heads: int, full: int) -> bool:
+    """Whether queries, keys and values have one projection."""
+    layout, heads = raw.raw.get("attention_projection_layout") or "split", raw.size("num_attention_heads")
+    if layout not in ("split", "fused_qkv"):
+        raise ConfigError(f"attention_projection_layout {layout!r} is not supported; supported are split, fused_qkv")
+    if layout == "split":
+        return False
+    settings = raw.raw.get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":
+        raise ConfigError(
+            "config.json: attention_projection_layout fused_qkv is read with quant_method fp8 alone: tools that write "
+            "other files change the order of rows, and no setting says so; use the published checkpoint"
+        )
+    if kv_heads % full or heads % full:
+        raise ConfigError(
+            f"config.json: attention_projection_layout fused_qkv has num_key_value_heads {full} parts, which must "
+            f"divide num_attention_heads {heads} and swa_num_key_value_heads {kv_heads}"
+        )
+    return True
 
 
 def _as_transformers(raw: ConfigReader) -> ConfigReader:
@@ -104,6 +132,25 @@ def _as_transformers(raw: ConfigReader) -> ConfigReader:
         own["sliding_window"] = size + 1
     if own.get("routed_scaling_factor", 1.0) is None:
         own["routed_scaling_factor"] = 1.0
+    if own.get("layernorm_epsilon") is not None:
+        own.setdefault("rms_norm_eps", own["layernorm_epsilon"])
+    if isinstance(rope := own.get("rope_parameters"), dict) and not any(
+        isinstance(part, dict) for part in rope.values()
+    ):
+        own["rope_parameters"] = {
+            "full_attention": rope,
+            "sliding_attention": rope | {"rope_theta": raw.number("swa_rope_theta", 10000.0)},
+        }
+    for key, other in (
+        ("swa_num_attention_heads", "num_attention_heads"),
+        ("swa_head_dim", "head_dim"),
+        ("swa_v_head_dim", "v_head_dim"),
+    ):
+        if own.get(key) is not None and own[key] != own.get(other, own[key]):
+            raise ConfigError(f"config.json: {key} {own[key]!r} is not supported; supported is {other}, {own[other]!r}")
+    for key, value in (("add_full_attention_sink_bias", False), ("add_swa_attention_sink_bias", True)):
+        if own.get(key, value) is not value:
+            raise ConfigError(f"config.json: {key} {own[key]!r} is not supported; supported is {value!r}")
     return ConfigReader(own, raw.architecture)
 
 
@@ -134,9 +181,14 @@ def _attention_tensors(config: ModelConfig, index: int, module: str, gguf: str) 
         own.kv_heads * config.value_dim,
     )
     by_key_head, by_value = by_outputs((keys, own.kv_heads)), by_outputs((values, own.kv_heads))
-    yield from linear(f"{module}.q_proj", (queries, hidden), by_outputs((queries, heads)), f"{gguf}_q", bias=bias)
-    yield from linear(f"{module}.k_proj", (keys, hidden), by_key_head, f"{gguf}_k", bias=bias)
-    yield from linear(f"{module}.v_proj", (values, hidden), by_value, f"{gguf}_v", bias=bias)
+    if config.fused:
+        rows, parts = queries + keys + values, config.full_kv_heads
+        for spec in linear(f"{module}.qkv_proj", (rows, hidden), by_outputs((rows, parts)), bias=bias):
+            yield dataclasses.replace(spec, stripes=parts)
+    else:
+        yield from linear(f"{module}.q_proj", (queries, hidden), by_outputs((queries, heads)), f"{gguf}_q", bias=bias)
+        yield from linear(f"{module}.k_proj", (keys, hidden), by_key_head, f"{gguf}_k", bias=bias)
+        yield from linear(f"{module}.v_proj", (values, hidden), by_value, f"{gguf}_v", bias=bias)
     width = heads * config.value_dim
     yield from linear(f"{module}.o_proj", (hidden, width), by_inputs(width, heads), f"{gguf}_output")
     if config.windows[index]:
@@ -197,13 +249,25 @@ def _layer_attention(builder: LayerBuilder, config: ModelConfig, index: int, mod
     own, window = config.layer(index), config.windows[index]
     dim, short, scale = config.head_dim, config.value_dim, config.value_scale
     order, rotated = head_order(config) or range(dim), own.heads + own.kv_heads
-    places = [head * dim + place for head in range(rotated) for place in order]
-    keys = builder.ordered(places, f"{module}.q_proj", f"{module}.k_proj")
-    values, output = builder.linear(f"{module}.v_proj"), builder.row_parallel(f"{module}.o_proj")
+    projections = (
+        [builder.ordered(_places(own, order), f"{module}.qkv_proj")]
+        if config.fused
+        else [
+            builder.ordered(
+                [head * dim + place for head in range(rotated) for place in order],
+                f"{module}.q_proj",
+                f"{module}.k_proj",
+            ),
+            builder.linear(f"{module}.v_proj"),
+        ]
+    )
+    output = builder.row_parallel(f"{module}.o_proj")
 
     def qkv(x: Tensor) -> Tensor:
-        filled = F.pad(values(x).view(len(x), own.kv_heads, short) * scale, (0, dim - short))
-        return torch.cat((keys(x), filled.flatten(1)), 1)
+        made = torch.cat([projection(x) for projection in projections], 1)
+        heads, values = made[:, : rotated * dim], made[:, rotated * dim :]
+        filled = F.pad(values.view(len(x), own.kv_heads, short) * scale, (0, dim - short))
+        return torch.cat((heads, filled.flatten(1)), 1)
 
     def cut(x: Tensor) -> Tensor:
         return output(x.view(len(x), own.heads, dim)[..., :short].flatten(1))
@@ -213,3 +277,26 @@ def _layer_attention(builder: LayerBuilder, config: ModelConfig, index: int, mod
     made: Linear = compose(qkv, lambda x: x)
     plain = "sizes" not in builder.ops.attention.plans
     return SelfAttention(builder, own, made, compose(cut, lambda x: x), window, sinks=sinks, plain=plain)
+
+
+def _places(own: ModelConfig, order: Sequence[int]) -> list[int]:
+    """The rows of this rank's part of a fused projection in the order of queries, keys and values, the numbers of each
+    rotated head in ``order``. ``own``: the sizes of the layer."""
+    assert isinstance(own, MiMoV2Config)
+    parts = own.full_kv_heads * own.heads // own.all_heads
+    if not parts:
+        raise ConfigError(
+            f"attention_projection_layout fused_qkv has {own.full_kv_heads} parts (num_key_value_heads), which are not "
+            f"divided further; use a --tensor-parallel-size of at most {own.full_kv_heads}"
+        )
+    dim, queries, keys = own.head_dim, own.heads // parts, own.kv_heads // parts
+    rows = (queries + keys) * dim + keys * own.value_dim
+    starts = [
+        part * rows + first + head * dim
+        for first, count in ((0, queries), (queries * dim, keys))
+        for part in range(parts)
+        for head in range(count)
+    ]
+    result = [start + place for start in starts for place in order]
+    first = (queries + keys) * dim
+    return result + [part * rows + place for part in range(parts) for place in range(first, rows)]

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from kernels.contract.caches import keep_all
+from kernels.contract.caches import Paged, keep_all
 from kernels.contract.errors import ConfigError
 from kernels.weights.wrapped import WRAPPER
 
@@ -176,10 +176,13 @@ BUILT_IN = (
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash", gguf="mimo2", gguf_experts=True),
+    Entry("MiMoV2ForCausalLM", "kernels.models.mimo_v2_flash"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3", gguf="minicpm3"),
     Entry("MiniMaxForCausalLM", "kernels.models.minimax"),
     Entry("MiniMaxM1ForCausalLM", "kernels.models.minimax"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2", gguf="minimax-m2", gguf_experts=True),
+    Entry("MiniMaxM3SparseForCausalLM", "kernels.models.minimax_m3"),
+    Entry("MiniMaxM3VLForCausalLM", "kernels.models.minimax_m3", gguf="minimax-m3", gguf_experts=True),
     Entry("MiniMaxText01ForCausalLM", "kernels.models.minimax"),
     Entry("Ministral3ForCausalLM", "kernels.models.ministral3", gguf="mistral3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
@@ -218,7 +221,13 @@ BUILT_IN = (
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
-_SAME_IN_GGUF = {"nemotron_h_moe": "nemotron_h"}
+_SAME_IN_GGUF = {
+    "nemotron_h_moe": "nemotron_h",
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3moe",
+}
+"""Other names in GGUF files of what an entry reads. Text turns all parts of a head of Qwen's by the same position."""
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
 LANGUAGE_MODELS: Mapping[str, str] = {
@@ -234,6 +243,8 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
+    "minimax_m3_text": "MiniMaxM3VLForCausalLM",
+    "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
@@ -476,7 +487,8 @@ class Support:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors.
     ``indexed``: an indexer chooses the tokens that are attended to. ``states``: layers keep states of sequences.
-    ``plain``: the layers have operators alone that native code has.
+    ``paged``: some layers keep keys and values of all tokens. ``plain``: the layers have operators alone that native
+    code has.
     """
 
     architecture: str
@@ -489,6 +501,7 @@ class Support:
     latent: bool = False
     indexed: bool = False
     states: bool = False
+    paged: bool = True
     plain: bool = True
 
 
@@ -528,6 +541,11 @@ _EXAMPLE = {
     "n_group": 1,
     "topk_group": 1,
     "layer_group_size": 2,
+    "sparse_attention_config": {
+        "sparse_attention_freq": [0, 1],
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 128,
+    },
 }
 """A small model with everything that a family may have."""
 
@@ -560,6 +578,7 @@ def families() -> tuple[Support, ...]:
                 latent=config.latent is not None,
                 indexed=config.indexed,
                 states=config.recurrence is not None,
+                paged=any(isinstance(group.spec, Paged) for group in family.caches(config)),
                 plain=_is_plain(config) and not any(spec.name.endswith(_ATTENTION_GATES) for spec in specs),
             )
         )

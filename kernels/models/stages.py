@@ -76,7 +76,8 @@ def _refusal(config: ModelConfig) -> str:
         return "because it generates no text"
     if config.recurrence is not None:
         return "because its layers keep states"
-    if config.shared_caches or config.indexed:
+    latent = config.latent
+    if config.shared_caches or (latent is not None and latent.index is not None):
         return "because some layers read what others made"
     if not config.layers_alike:
         return "because its layers have sizes or constants of their own"

@@ -284,6 +284,6 @@ def _feed_forward(config: Step3p5Config, builder: LayerBuilder, index: int, laye
     builder = sparse.dense_builder(builder, config)
     if shared_gate is None:
         return gated_mlp(builder, config, f"{layer}.mlp")
-    inner = shared_gate.after(builder, f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+    inner = moe.gated_by(builder, shared_gate, f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
     down = builder.row_parallel(f"{layer}.mlp.down_proj")
     return lambda x: down(inner(x))

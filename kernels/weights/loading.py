@@ -185,20 +185,27 @@ class WeightLoader:
                 self.weight_bytes += converted.nbytes - floats.nbytes
                 return self._ready(converted)
             whole = scheme.read(_Finite(self._files), spec)
+            if isinstance(whole, Tensor):
+                return self._dense(spec, whole.to(self._dtype), parts)
             try:
                 weight = self._ready(_parts_of(whole, parts))
             except PartError as error:
                 if not isinstance(whole, GgufWeight):
                     raise
                 self._tell_once(module, error)
-                dense = whole.dequantize(self._dtype)
-                floats = torch.cat([part.narrow(dense) for part in parts], parts[0].dimension).to(self._device)
-                self._count(spec, floats.nbytes)
-                return floats
+                return self._dense(spec, whole.dequantize(self._dtype), parts)
         except PartError as error:
             raise LoadError(f"{module} ({scheme.name}) cannot be divided over the ranks: {error}") from error
         self._count(spec, weight.nbytes)
         return weight
+
+    def _dense(self, spec: TensorSpec, whole: Tensor, parts: Sequence[Part]) -> Tensor:
+        """This rank's part of a weight that is dequantized."""
+        if parts:
+            whole = torch.cat([part.narrow(whole) for part in parts], parts[0].dimension)
+        floats = whole.to(self._device)
+        self._count(spec, floats.nbytes)
+        return floats
 
     def _tell_once(self, module: str, error: PartError) -> None:
         if not self._logged:

@@ -212,6 +212,7 @@ class TensorSpec:
     rank has all of it. ``gguf``: None where GGUF files have no such tensor. ``aliases``: other names in safetensors.
     ``unread``: tensors that safetensors may hold beside it and that are not read. ``of_experts``: it is of a layer of
     experts, which more ranks may share than the others; ``for_all``: of the expert of it that all tokens take.
+    ``stripes``: equal parts of its rows, none of which shares a scale with another.
     """
 
     name: str
@@ -224,6 +225,7 @@ class TensorSpec:
     unread: tuple[str, ...] = ()
     of_experts: bool = False
     for_all: bool = False
+    stripes: int = 1
 
     @property
     def module(self) -> str:

@@ -126,7 +126,10 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. What a device
     does not plan runs in plain torch, which reads rows on the host; a CPU's programs have the operators of plain
     families alone."""
-    eager, compressed = bool(family.attention - features.plans), family.indexed and not (family.latent or family.states)
+    eager, compressed = (
+        bool(family.attention - features.plans),
+        family.indexed and not (family.latent or family.states or family.paged),
+    )
     yield "F"
     if family.quantizable:
         yield "Q"

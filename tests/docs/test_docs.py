@@ -13,7 +13,7 @@ from tests.docs.options import options
 from tests.docs.pages import ROOT, generated, stale_pages
 
 WRITTEN = [ROOT / "README.md", *sorted((ROOT / ".github").rglob("*.md"))]
-MAX_README_LINES = 160
+MAX_README_LINES = 145  # without the generated matrix, which grows with the families
 
 
 def body(page: Path) -> str:
@@ -98,8 +98,10 @@ def test_a_stale_part_is_found_and_a_missing_one_refused() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MAX_README_LINES
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    written = re.sub(r"^<!-- matrix: .*?^<!-- end of matrix -->$", "", page, flags=re.DOTALL | re.MULTILINE)
+    assert written != page
+    assert len(written.splitlines()) <= MAX_README_LINES
 
 
 def test_every_option_is_on_the_page() -> None:

@@ -131,6 +131,7 @@ DIVISIBLE |= {
         | {"layer_types": [*2 * ["linear_attention", "full_attention"]], "indexer_head_dim": 20, "hc_count": 3}
         | {"output_gate_type": "sigmoid", "tie_word_embeddings": True, "norm_topk_prob": False},
     ),
+    "mimo-v2-two-parts": ("MiMoV2Flash", ROUTED["mimo-v2-flash"][1] | {"num_key_value_heads": 2, "vocab_size": 212}),
     "lfm3-one-tap": ("Lfm3", LFM3 | {"conv_L_cache": 1}),
     "qwen4-one-index-head": (
         "Qwen4ExpText",
@@ -167,6 +168,12 @@ DIVISIBLE |= {
 DIVISIBLE |= {
     f"parallel-{name}": (DIVISIBLE[name][0], DIVISIBLE[name][1] | {"vocab_size": 212})
     for name in ("wide-deepseek-v3", "wide-deepseek-v3.2")
+}
+
+WIDE_HEADS = {"vocab_size": 212, "hidden_size": 256, "head_dim": 128, "num_hidden_layers": 2}
+DIVISIBLE |= {  # heads as large as those of published models
+    "parallel-wide-qwen3": ("Qwen3", WIDE_HEADS | {"intermediate_size": 256}),
+    "placed-wide-moe": ("Qwen3Moe", EXPERTS | WIDE_HEADS | {"num_experts": 8, "norm_topk_prob": True}),
 }
 
 SIXTEENS = {

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["BLOCK", "SETTINGS", "published_names", "write_published"]
+__all__ = ["BLOCK", "SETTINGS", "fp4", "published_names", "write_published"]
 
 BLOCK = 16
 SETTINGS = {
@@ -54,7 +54,7 @@ def write_published(
     floats: dict[str, Tensor] = {}
     for name, tensor in saved.items():
         if _EXPERT.fullmatch(name) or _FP8.fullmatch(name):
-            make = _fp4 if experts == "fp4" and _EXPERT.fullmatch(name) else _fp8
+            make = fp4 if experts == "fp4" and _EXPERT.fullmatch(name) else _fp8
             stored[name], stored[name.replace(".weight", ".scale")], floats[name] = make(tensor.float())
         else:
             narrow = tensor.is_floating_point() and not _WIDE.fullmatch(name)
@@ -81,7 +81,7 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, scales, values.float() * wide
 
 
-def _fp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``weight`` as int8 of two e2m1 numbers each, the scales e8m0 of groups of 32, and what they stand for."""
     groups = weight.unflatten(1, (-1, 32))
     scales = _powers(groups.abs().amax(2) / 6)

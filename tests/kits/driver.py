@@ -476,6 +476,28 @@ LLAMA4 = {
     "attn_scale": 0.4,
 }
 
+MINIMAX_M3 = {
+    "num_hidden_layers": 3,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    "intermediate_size": 32,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 40,
+    "swiglu_limit": 2.0,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["full_attention", *2 * ["minimax_m3_sparse"]],
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "index_block_size": 4,
+    "index_topk_blocks": 5,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
 ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
     "afmoe": (
         "Afmoe",
@@ -569,6 +591,7 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
     ),
+    "minimax-m3": ("MiniMaxM3VLText", MINIMAX_M3),
     "olmoe": ("Olmoe", PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
     "olmoe-clipped": (
         "Olmoe",

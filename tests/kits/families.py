@@ -11,7 +11,6 @@ from tests.kits.renamed import RENAMED
 
 __all__ = [
     "COMPARED",
-    "DRAFTED",
     "KEYS_AND_VALUES",
     "NPU_GRAPHS",
     "NPU_TRAFFIC",
@@ -47,9 +46,6 @@ def architecture(name: str) -> str:
 ONE_OF_EACH = tuple({architecture(name): name for name in reversed(COMPARED["cpu"])}.values())[::-1]
 """A model of each architecture."""
 
-DRAFTED = tuple(name for name in ONE_OF_EACH if name != "deepseek-v4")
-"""Models that verify draft tokens; entries of compressed attention are refused with them."""
-
 TWO_RANKS = (
     *(name for name in ONE_OF_EACH if name not in RENAMED),
     *("ernie4.5-moe-biased", "gemma4-equal", "gemma4-moe", "olmoe-clipped", "baichuan-alibi", "ling-v2", "xverse-moe"),
@@ -83,6 +79,6 @@ PROOFS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "npu": ("llama2", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3"),
     },
     "graphs": {"cuda": (*KEYS_AND_VALUES, *HYBRID, *LATENT), "npu": NPU_GRAPHS},
-    "draft tokens": {"cpu": DRAFTED, "cuda": (*UNLIKE, *HYBRID, "gemma2", "gpt-oss"), "npu": STATE_DRAFTS},
+    "draft tokens": {"cpu": ONE_OF_EACH, "cuda": (*UNLIKE, *HYBRID, "gemma2", "gpt-oss"), "npu": STATE_DRAFTS},
 }
 """What tests compare on each device, by models."""

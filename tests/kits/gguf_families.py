@@ -106,6 +106,7 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "MiMoV2FlashForCausalLM": gguf.MODEL_ARCH.MIMO2,
     "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3,
     "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
+    "MiniMaxM3VLForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
     "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
     "Mistral4ForCausalLM": gguf.MODEL_ARCH.MISTRAL4,
     "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
@@ -126,7 +127,11 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
 }
 
 
-_OTHER_NAMES = {"Cohere2MoeForCausalLM": "cohere2moe", "DeepseekV32ForCausalLM": "deepseek32"}
+_OTHER_NAMES = {
+    "Cohere2MoeForCausalLM": "cohere2moe",
+    "DeepseekV32ForCausalLM": "deepseek32",
+    "MiniMaxM3VLForCausalLM": "minimax-m3",
+}
 """Names that older gguf packages lack, of architectures with another one's tensors."""
 
 
@@ -635,9 +640,33 @@ def _minicpm3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors)
 def _minimax(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    writer.kv_data[0].pop("minimax-m2.rope.dimension_count", None)
+    _without(writer, "rope.dimension_count")
     writer.add_rope_dimension_count(config["rotary_dim"])
-    return tensors
+    return tensors if "index_n_heads" not in config else _minimax_m3(writer, config, tensors)
+
+
+def _minimax_m3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _without(writer, "feed_forward_length")
+    writer.add_feed_forward_length(config["dense_intermediate_size"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_expert_shared_count(1)
+    for key, name in {
+        "index_n_heads": "head_count",
+        "index_head_dim": "key_length",
+        "index_topk_blocks": "top_k",
+        "index_block_size": "block_size",
+        "index_local_blocks": "local_blocks",
+    }.items():
+        writer.add_uint32(f"{writer.arch}.attention.indexer.{name}", config[key])
+    result, parts = {}, {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+    for name, held in tensors.items():
+        layer, (part, *_) = ".".join(name.split(".")[:3]).replace("model.layers", "blk"), name.split(".")[-2:]
+        if ".index_" in name:
+            name = f"{layer}.indexer.{part.removeprefix('index_')}.weight"
+        elif ".mlp." in name or ".shared_experts." in name:
+            name = f"{layer}.{parts[part]}{'' if '.mlp.' in name else '_shexp'}.weight"
+        result[name] = held + 1 if name.endswith("norm.weight") else held
+    return result
 
 
 def _ministral3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:

@@ -37,6 +37,7 @@ _SCALES = _FACTORS | {"short_mscale": 1.243163121016122, "long_mscale": 1.243163
 _PHIMOE = ROUTED["phimoe"][1] | {"router_jitter_noise": 0.01}
 _DELTA = DELTA | {"linear_num_value_heads": 6}  # two by two heads are in the same order when they are turned back
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "minimax-m3": ("MiniMaxM3VLText", ROUTED["minimax-m3"][1] | {"swiglu_limit": 7.0, "shared_intermediate_size": 32}),
     "afmoe": ("Afmoe", ROUTED["afmoe"][1] | {"global_attn_every_n_layers": 4, "num_hidden_layers": 5}),
     "cohere2": ("Cohere2", DENSE["cohere2"][1] | {"head_dim": 12, "sliding_window_pattern": 4}),
     "gemma2": ("Gemma2", DENSE["gemma2"][1] | {"query_pre_attn_scalar": 16}),

@@ -65,8 +65,30 @@ def _mistral_large4(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tenso
     return result
 
 
+def _minimax_m3(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        name = re.sub(r"\.indexer\.", ".self_attn.index_", name).replace(".self_attn.self_attn.", ".self_attn.")
+        name = name.replace("mlp.gate.e_score", "block_sparse_moe.e_score")
+        name = re.sub(r"\.mlp\.(experts|gate|shared_experts)\.", r".block_sparse_moe.\1.", name)
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                first = name.replace("gate_up_proj", f"{expert}.")
+                result[f"{first}w1.weight"], result[f"{first}w3.weight"] = both.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                result[name.replace("down_proj", f"{expert}.w2.weight")] = down
+        elif name.endswith("gate_up_proj.weight"):
+            for part, piece in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                result[name.replace("gate_up_proj", part)] = piece
+        else:
+            result[name] = tensor
+    return result
+
+
 PUBLISHED_NAMES: dict[str, Callable[[Any, Mapping[str, Tensor]], dict[str, Tensor]]] = {
     "KimiLinear": _kimi_linear,
+    "MiniMaxM3VLText": _minimax_m3,
     "MistralLarge4Text": _mistral_large4,
     "OlmoHybrid": _olmo_hybrid,
 }

@@ -54,6 +54,17 @@ def _python(call: Call) -> str:
     return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
 
 
+def _gemma(value: object) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return f"{{{','.join(f'{key}:{_gemma(inner)}' for key, inner in value.items())}}}"
+        case list():
+            return f"[{','.join(map(_gemma, value))}]"
+    return _dump(value)
+
+
 def written(name: str, *calls: Call) -> str:
     """The calls in a format, as its models write them behind text."""
     match name:
@@ -94,6 +105,8 @@ def written(name: str, *calls: Call) -> str:
             around = "function_calls" if name == "deepseekv32" else "tool_calls"
             blocks = "".join(_invoke(call, "｜DSML｜", True) for call in calls)
             return f"<｜DSML｜{around}>\n{blocks}</｜DSML｜{around}>"
+        case "minimax-m1":
+            return "\n".join(("<tool_calls>", *map(_named, calls), "</tool_calls>"))
         case "minimax-m2":
             return f"<minimax:tool_call>\n{''.join(map(_invoke, calls))}</minimax:tool_call>"
         case "step3":
@@ -129,6 +142,10 @@ def written(name: str, *calls: Call) -> str:
             return f"[{', '.join(map(_python, calls))}]"
         case "llama4":
             return f"<|python_start|>[{', '.join(map(_python, calls))}]<|python_end|>"
+        case "lfm2":
+            return f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>"
+        case "gemma4":
+            return "".join(f"<|tool_call>call:{call[0]}{_gemma(call[1])}<tool_call|>" for call in calls)
         case "gpt-oss":
             return "".join(
                 f"<|start|>assistant<|channel|>commentary to=functions.{call[0]} <|constrain|>json<|message|>"

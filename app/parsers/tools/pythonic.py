@@ -14,7 +14,7 @@ from app.parsers.base import IncompleteCall, ParseError, Reading, Sink, Streamin
 from app.parsers.tools.lark import ANNOTATIONS, Rules, Schema, Unenforceable, placed, resolved
 from app.parsers.tools.parameters import members, types_of
 
-__all__ = ["Llama4Parser", "PythonicParser"]
+__all__ = ["Lfm2Parser", "Llama4Parser", "PythonicParser"]
 
 _NAME = re.compile(r"[\w.-]*", re.ASCII)
 _SCALAR = re.compile(r"[-+.\w]*")
@@ -181,6 +181,14 @@ class Llama4Parser(PythonicParser):
             yield from self.json_call()
         else:
             yield from self.at_start()
+
+
+class Lfm2Parser(Llama4Parser):
+    """LFM2 puts other marks around the list; text may follow it."""
+
+    OPEN = ("<|tool_call_start|>",)
+    MARKS = ("<|tool_call_end|>",)
+    SECTION = ("<|tool_call_start|>[", "]<|tool_call_end|>")
 
 
 def _literal(schema: Any, root: Schema, rules: Rules) -> str:

@@ -6,10 +6,11 @@ kernel start while those of its predecessor finish, and wait in ``gdc_wait`` on 
 here calls ``gdc_wait`` before it reads or writes anything that another kernel of the step writes or reads. Data of
 earlier steps may be read before: a step starts with a copy or the start of a graph, which no later kernel overtakes.
 
-One pair of kernels differs: ``matmul.low_rank_few`` and the product launched after it. The first reads the adapters'
-places early, which a kernel before the previous one wrote. The second reads its tokens once a flag is set, which the
-first sets after ``gdc_wait``, and calls ``gdc_wait`` itself before it writes. A layer has one flag. So a layer must not
-run again before a kernel that starts only when all before it have ended, as those of torch do.
+Kernels of adapters differ. ``matmul.low_rank_one`` and ``matmul.low_rank_few`` read the adapters' places and the number
+of the pass early, which kernels before the previous one wrote. The product launched after ``low_rank_few`` reads its
+tokens once a flag is set, which the former sets after ``gdc_wait``, and calls ``gdc_wait`` itself before it writes. A
+layer has one flag. So a layer must not run again before a kernel that starts only when all before it have ended, as
+those of torch do.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@
     recurrent.py     layers with states        delta_net.py, kimi_delta.py, mamba.py, lightning.py, short_convolution.py
     stream_block.py  a layer between several residual streams      hyper_connections.py, constrained_connections.py,
                      independent_connections.py: how these are mixed
+    group_attention.py   blocks that an index head chooses for each group of heads
     gated_attention.py   attention whose result is gated
     sparse.py        decoders of dense and expert layers, and of layers of several kinds    routes.py: chosen experts
 

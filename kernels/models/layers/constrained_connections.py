@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.core.operators import Norm
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import Role, TensorSpec
 
@@ -86,16 +87,22 @@ class HyperConnection:
 
 
 class HyperHead:
-    """The mixture of streams that the head reads."""
+    """The mixture of streams that the output reads, before its ``norm``. In place of the last norm of a model."""
 
-    def __init__(self, builder: LayerBuilder, sizes: StreamConfig, module: str) -> None:
-        self.sizes, take = sizes, builder.source.take
+    def __init__(self, builder: LayerBuilder, sizes: StreamConfig, module: str, norm: Norm) -> None:
+        self.sizes, self.norm, take = sizes, norm, builder.source.take
         self.weight, self.base, self.scale = (take([f"{module}.hc_{part}"]) for part in ("fn", "base", "scale"))
 
-    def __call__(self, streams: Tensor) -> Tensor:
-        """``streams`` [tokens, count, hidden] -> [tokens, hidden]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, count * hidden] -> [tokens, hidden]."""
+        streams = x.unflatten(1, (self.sizes.count, -1))
         logits = F.linear(normed_streams(streams, self.sizes.norm_eps), self.weight) * self.scale + self.base
-        return mixed_streams(logits.sigmoid() + self.sizes.eps, streams)
+        return self.norm(mixed_streams(logits.sigmoid() + self.sizes.eps, streams))
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Norm``."""
+        total = x + residual
+        return self(total), total
 
 
 def normed_streams(streams: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from kernels.contract.errors import ConfigError
 from kernels.core.layer_context import ExpertModules
 from kernels.core.operators import Linear
-from kernels.devices.experts import AdaptedExperts, Dispatch, Experts, ExpertWeights, Routing
+from kernels.devices.experts import AdaptedExperts, ClampedGate, Dispatch, Experts, ExpertWeights, Routing
 from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.shared_experts import SharedExperts
+from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, Shard, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
@@ -27,11 +28,14 @@ __all__ = [
     "DEEPSEEK",
     "QWEN",
     "ExpertNames",
+    "ExpertTable",
+    "Gate",
     "LimitedGate",
     "SparseFeedForward",
     "adapted_experts",
     "expert_tensors",
     "expert_weights",
+    "gated_by",
     "gelu_and_mul",
     "limits",
     "stacked_adapters",
@@ -175,10 +179,15 @@ class LimitedGate:
         limited = F.silu(gate.clamp(max=self.limit)) if self.before else F.silu(gate).clamp(max=self.limit)
         return limited * up.clamp(-self.limit, self.limit)
 
-    def after(self, builder: LayerBuilder, *modules: str) -> Linear:
-        """The inner activations of a feed-forward layer. ``modules``: as ``LayerBuilder.gated``."""
-        linear = builder.linear(*modules)
-        return builder.ops.elementwise.compose(lambda x: self(linear(x)), lambda x: x)
+
+Gate = LimitedGate | ClampedGate
+"""What stands in the place of SwiGLU's gate."""
+
+
+def gated_by(builder: LayerBuilder, gate: Gate, *modules: str) -> Linear:
+    """The inner activations of a feed-forward layer. ``modules``: as ``LayerBuilder.gated``."""
+    linear = builder.linear(*modules)
+    return builder.ops.elementwise.compose(lambda x: gate(linear(x)), lambda x: x)
 
 
 def limits(raw: ConfigReader, key: str) -> tuple[float, ...]:
@@ -195,7 +204,7 @@ class SharedExpert:
     the inner dimension. ``gate``: in place of SwiGLU's."""
 
     def __init__(
-        self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool, gate: LimitedGate | None = None
+        self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool, gate: Gate | None = None
     ) -> None:
         self._elementwise = builder.ops.elementwise
         *gates, down = (f"{module}.{name}" for name in names.shared_projections)
@@ -205,7 +214,7 @@ class SharedExpert:
         elif builder.shared is not None:  # it runs rows of other ranks, whose adapters it does not know
             builder.refuse_adapters((*gates, down), "it runs rows of other ranks (--enable-dp-attention)")
             builder = dataclasses.replace(builder, rows=None)
-        self.gate_up = builder.gated(*gates) if gate is None else gate.after(builder, *gates)
+        self.gate_up = builder.gated(*gates) if gate is None else gated_by(builder, gate, *gates)
         self.down = builder.expert_linear(down)
         self.weight: Linear | None = None
         if weighted:
@@ -224,10 +233,25 @@ class SharedExpert:
         return self._elementwise.add_weighted(others, result, self.weight(x))
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertTable:
+    """The ``experts`` int64 [vocabulary, chosen] of each token. ``tokens`` int [rows]: the ids of the rows that run,
+    which the layer around the experts sets."""
+
+    experts: Tensor
+    tokens: PassValue
+
+    def __call__(self) -> Tensor:
+        """Of the rows: [rows, chosen]."""
+        assert self.tokens.value is not None, "the layer sets them"
+        return self.experts.index_select(0, self.tokens.value)
+
+
 class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
     all take. Each rank has its part of every expert's inner dimension, or of its own experts' alone. ``gate``,
-    ``shared_gate``: in place of SwiGLU's, of these experts and of that one. ``fixed``: as ``Routing``."""
+    ``shared_gate``: in place of SwiGLU's, of these experts and of that one. ``table``: has the experts of each
+    token; None: the router chooses them."""
 
     def __init__(
         self,
@@ -235,10 +259,10 @@ class SparseFeedForward:
         config: ExpertsConfig,
         layer: str,
         names: ExpertNames = QWEN,
-        gate: LimitedGate | None = None,
-        shared_gate: LimitedGate | None = None,
+        gate: Gate | None = None,
+        shared_gate: Gate | None = None,
         *,
-        fixed: Callable[[], Tensor] | None = None,
+        table: ExpertTable | None = None,
     ) -> None:
         block, source = f"{layer}.{names.block}", builder.source
         self.group, self._routes, factor = builder.expert_mesh, builder.routes, config.result_scale
@@ -263,14 +287,14 @@ class SparseFeedForward:
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
         dispatch = None if placed is None else placed.dispatch
         routing = _routing(config, correction, here if builder.ep_size > 1 else None, dispatch)
-        routing = dataclasses.replace(routing, parts=builder.ep_size, fixed=fixed)
+        routing = dataclasses.replace(routing, parts=builder.ep_size, fixed=table)
         self.experts = _experts(builder, config, weight, bias, experts, routing=routing, gate=gate, adapted=adapted)
         if placed is not None:
             placed.experts = self.experts
         self.shared: SharedExpert | None = None
         if config.shared:
             self.shared = SharedExpert(builder, names, names.shared_in(layer), config.weighted, shared_gate)
-        self._ranks, self._routing = builder.shared, routing
+        self._ranks, self._routing, self._ids = builder.shared, routing, None if table is None else table.tokens
         if self._ranks is not None:
             self._ranks.layers.append(self)
             if self._ranks.exchange is not None:
@@ -282,7 +306,7 @@ class SparseFeedForward:
         if self._ranks is not None and self._ranks.exchange is not None:
             return self._exchanged(x, self._ranks, self._ranks.exchange)
         if self._ranks is not None:
-            return self._ranks.run(x, self._summand)
+            return self._ranks.run(x, self._summand, self._ids)
         out = self._summand(x)
         return out if self.group.size == 1 else self.group.all_reduce(out)
 
@@ -297,7 +321,7 @@ class SparseFeedForward:
                 results.append(shared.run(x))
 
         beside = run_shared if exchange.settings.overlap else None
-        out = exchange.run(x, tokens, self.experts, self._routing, beside)
+        out = exchange.run(x, tokens, self.experts, self._routing, beside, ids=self._ids)
         if not len(x):
             return x
         if not results:
@@ -326,12 +350,13 @@ def _experts(
     experts: Sequence[ExpertWeights],
     *,
     routing: Routing,
-    gate: LimitedGate | None,
+    gate: Gate | None,
     adapted: AdaptedExperts | None = None,
 ) -> Experts:
     layers, cap = builder.ops.experts, config.router_softcap
-    if adapted is None and config.activation == "silu" and not cap and not config.identities and gate is None:
-        return layers.make(router, bias, experts, routing)
+    plain = adapted is None and config.activation == "silu" and not cap and not config.identities
+    if plain and (gate is None or isinstance(gate, ClampedGate)):
+        return layers.make(router, bias, experts, routing, gate)
     linear = layers.make_router(router, bias, routing)
     capped = (
         builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear

@@ -13,7 +13,6 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.distributed.turns import PassValue
 from kernels.models.layers.block import AttentionLayer
-from kernels.models.layers.constrained_connections import HyperHead
 
 __all__ = ["Connection", "StreamBlock", "StreamHalf"]
 
@@ -46,8 +45,7 @@ class StreamHalf:
 
 class StreamBlock:
     """A layer between ``count`` streams [tokens, count * hidden]. ``is_first``: it reads embeddings [tokens, hidden].
-    ``head``: of the last layer, which returns what the output reads. ``tokens``: gets the ids of the
-    feed-forward layer's rows, for experts that are chosen by them."""
+    ``tokens``: gets the ids of the feed-forward layer's rows, for experts that are chosen by them."""
 
     def __init__(
         self,
@@ -56,12 +54,11 @@ class StreamBlock:
         count: int,
         *,
         is_first: bool,
-        head: HyperHead | None,
         tokens: PassValue | None = None,
     ) -> None:
         self.around_attention, self.attention = attention
         self.around_feed_forward, self.feed_forward = feed_forward
-        self.count, self.is_first, self.head, self.tokens = count, is_first, head, tokens
+        self.count, self.is_first, self.tokens = count, is_first, tokens
 
     @property
     def first_norm(self) -> Norm | None:
@@ -94,4 +91,4 @@ class StreamBlock:
             self.tokens.value = batch.token_ids if wanted is None else batch.token_ids.index_select(0, wanted)
         mixed, weights = self.around_feed_forward.read(streams)
         streams = self.around_feed_forward.connection.write(streams, self.feed_forward(mixed), weights)
-        return None, streams.flatten(1) if self.head is None else self.head(streams)
+        return None, streams.flatten(1)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 from kernels.contract.errors import ConfigError
 from kernels.weights.quantization.awq import Awq
 from kernels.weights.quantization.gptq import Gptq
@@ -94,7 +96,7 @@ class AutoRound(Scheme):
         scheme = self._of(weight.module)
         return None if scheme is None else scheme.tensors(weight)
 
-    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
+    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight | Tensor:
         scheme = self._of(weight.module)
         assert scheme is not None, "it has tensors"
         return scheme.read(files, weight)

@@ -11,6 +11,7 @@ from kernels.weights.config_json import read_merged
 from kernels.weights.gguf.header import is_gguf, read_header
 from kernels.weights.quantization.auto_round import AutoRound
 from kernels.weights.quantization.awq import Awq
+from kernels.weights.quantization.bitsandbytes import BitsAndBytes
 from kernels.weights.quantization.compressed import Compressed
 from kernels.weights.quantization.compressed_settings import import_package
 from kernels.weights.quantization.fp8 import Fp8
@@ -20,6 +21,7 @@ from kernels.weights.quantization.modelopt import ModelOpt
 from kernels.weights.quantization.modelslim import ModelSlim, description_file, read_description
 from kernels.weights.quantization.mxfp4 import Mxfp4
 from kernels.weights.quantization.online import ONLINE, Online
+from kernels.weights.quantization.quark import Quark
 from kernels.weights.quantization.scheme import Scheme
 
 __all__ = ["METHODS", "detect_scheme", "preload"]
@@ -29,12 +31,14 @@ Reader = Callable[[Mapping[str, Any]], Scheme]
 METHODS: dict[str, Reader] = {
     "auto-round": AutoRound,
     "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
     "compressed-tensors": Compressed,
     "fbgemm_fp8": Fp8,
     "fp8": Fp8,
     "gptq": Gptq,
     "modelopt": ModelOpt,
     "mxfp4": Mxfp4,
+    "quark": Quark,
 }
 """Makers of schemes by the ``quant_method`` of quantization_config. They raise ConfigError."""
 

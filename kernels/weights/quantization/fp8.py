@@ -16,6 +16,7 @@ kept here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import copy
 from typing import Any
@@ -91,7 +92,8 @@ class Fp8(Scheme):
         result = {f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,))}
         if self._block is not None:
             rows, columns = self._block
-            blocks = (-(-shape[0] // rows), -(-shape[1] // columns))
+            each = shape[0] // weight.stripes
+            blocks = (weight.stripes * -(-each // rows), -(-shape[1] // columns))
             scales = StoredTensor((*FLOATS, "F8_E8M0"), (blocks,), kinds=_KINDS, rows=rows)
             return result | {f"{module}.weight_scale_inv": scales}
         result[f"{module}.weight_scale"] = StoredTensor(FLOATS, ((), (1,), (shape[0],), (shape[0], 1)))
@@ -110,8 +112,13 @@ class Fp8(Scheme):
             powers = exponents(files, f"{module}.weight_scale_inv").view(torch.uint8)
             return Mxfp4Weight.from_blocks(blocks, powers, torch.bfloat16)
         if self._block is not None:
-            scales = files.read(f"{module}.weight_scale_inv").float()
-            return Fp8Weight(values, scales, within(self._block, shape))
+            scales, (rows, columns) = files.read(f"{module}.weight_scale_inv").float(), self._block
+            if (each := shape[0] // weight.stripes) % rows:
+                high = math.gcd(each, rows)
+                own = torch.arange(each // high) * high // rows
+                scales = scales.unflatten(0, (weight.stripes, -1))[:, own].flatten(0, 1)
+                rows = high
+            return Fp8Weight(values, scales, within((rows, columns), shape))
         scales = files.read(f"{module}.weight_scale").float().flatten().expand(shape[0]).contiguous()
         activation: Activation = "dynamic"
         if self._static:

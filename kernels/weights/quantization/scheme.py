@@ -22,8 +22,8 @@ __all__ = ["AsStored", "Files", "Scheme", "StoredTensor"]
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor as a file must store it. ``dtypes``: allowed ones, by their names in safetensors (I8, U8, I32, I64,
-    F8_E4M3, F8_E8M0, BF16, F16, F32). ``shapes``: allowed ones, where tools differ. ``optional``: may be missing.
-    ``kinds``: other last parts of its name. ``rows``: rows of the weight that share a row of it.
+    F8_E4M3, F8_E8M0, BF16, F16, F32). ``shapes``: allowed ones, where tools differ; empty: any. ``optional``: may be
+    missing. ``kinds``: other last parts of its name. ``rows``: rows of the weight that share a row of it.
     """
 
     dtypes: tuple[str, ...]
@@ -62,8 +62,9 @@ class Scheme(ABC):
         floats, as without a scheme. Raises LoadError for a shape that the scheme does not support."""
 
     @abstractmethod
-    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
-        """The whole weight, on the host. Called only where ``tensors`` returns some."""
+    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight | Tensor:
+        """The whole weight, on the host; in float32 where no kernel multiplies with what is stored. Called only where
+        ``tensors`` returns some."""
 
     def with_experts(self, dtype: str) -> Scheme:
         """This scheme where files store routed experts as ``dtype``, by its name in safetensors."""
@@ -94,7 +95,7 @@ class AsStored(Scheme):
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         return None if weight.name in self._floats else self._scheme.tensors(weight)
 
-    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
+    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight | Tensor:
         return self._scheme.read(files, weight)
 
     def keeps_table(self, table: TensorSpec) -> bool:

@@ -243,6 +243,25 @@ async def test_wrong_requests_name_the_field(engine: Engine, prompt: Any, params
     assert engine.describe()["requests"]["live"] == 0
 
 
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        (5, GREEDY, "prompt must be text, token ids or Chat.*, not int"),
+        (None, GREEDY, "prompt must be .*, not NoneType"),
+        (b"x", GREEDY, "prompt must be .*, not bytes"),
+        ([1.5], GREEDY, "prompt must be .*, not list of float"),
+        ([{"role": "user", "content": "hi"}], GREEDY, "prompt must be .*, not list of dict"),
+        ("x", {"max_tokens": 3}, "params must be SamplingParams.*, not dict"),
+    ],
+)
+async def test_other_types_are_refused_with_those_there_are(
+    engine: Engine, prompt: Any, params: Any, says: str
+) -> None:
+    with pytest.raises(TypeError, match=says):
+        engine.generate(prompt, params)
+    assert engine.describe()["requests"]["live"] == 0
+
+
 async def test_one_choice_with_many_tokens_is_refused_for_the_context(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="maximum context length") as caught:
         await collect(engine.generate("x", SamplingParams(max_tokens=2**31 - 1)))

@@ -22,6 +22,7 @@ def problem(**keywords: object) -> str:
         ("eagle3", "EAGLE3"),
         ("draft_model", "STANDALONE"),
         ("deepseek_mtp", "MTP"),
+        ("step3p5_mtp", "MTP"),
     ],
 )
 def test_algorithms_have_the_names_that_recipes_use(given: str, algorithm: str) -> None:
@@ -80,6 +81,9 @@ def test_the_object_is_checked_like_arguments_of_their_own() -> None:
     )
     assert "use bf16 weights" in problem(speculative_config={"method": "eagle3", "model": "d", "quantization": "mxfp8"})
     assert "must be a JSON object" in problem(speculative_config="[")
+    assert "speculative_config: enforce_eager: a draft" in problem(
+        model="m", speculative_config={"enforce_eager": True}
+    )
     assert "device decides how experts run" in problem(speculative_config={"method": "mtp", "moe_backend": "triton"})
 
 

@@ -160,9 +160,14 @@ def test_names_of_the_same_meaning_are_one_argument(one: str, other: str) -> Non
         ("--nsa-prefill fa3", "the device decides on the kernels"),
         ("--nsa-decode flashmla_sparse", "the device decides on the kernels"),
         ("--show-time-cost", "use --enable-trace for the times of each request"),
+        ("--no-disable-kvstore", "a hierarchical prefix cache is not built yet"),
+        ("--no-enable-mixed-batch", "decodes and chunks of prompts always share a step"),
+        ("--attention-use-fp4-indexer-cache", "the device decides on the kernels"),
+        ("--low-latency-max-num-tokens-per-gpu 64", "deepep needs no package"),
+        ("--mem-frac 0.8", "did you mean --mem-fraction-static"),
     ],
 )
-def test_older_names_of_sglang_are_refused_with_what_to_use(words: str, says: str) -> None:
+def test_names_of_other_engines_are_refused_with_what_to_use(words: str, says: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{words.split()[0]}: .*{says}"):
         load_arguments(["m", *words.split()], {})
 
@@ -175,9 +180,11 @@ def test_older_names_of_sglang_are_refused_with_what_to_use(words: str, says: st
         ("--load-balance-method auto", "load_balance_method", "cache_aware"),
         ("--watchdog-timeout 1000000", "watchdog_timeout", 1_000_000.0),
         ("--enable-ep-moe --tp 2", "enable_expert_parallel", True),
+        ("--prefill-graph-max-tokens 64", "piecewise_cuda_graph_max_tokens", 64),
+        ("--prefill-graph-capture-sizes 32 64", "piecewise_cuda_graph_tokens", (32, 64)),
     ],
 )
-def test_values_of_sglangs_recipes_mean_the_nearest_here(words: str, field: str, value: object) -> None:
+def test_values_of_recipes_mean_the_nearest_here(words: str, field: str, value: object) -> None:
     assert getattr(load_arguments(["m", *words.split()], {}), field) == value
 
 

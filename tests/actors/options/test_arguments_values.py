@@ -61,9 +61,18 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
 
 
 def test_members_of_an_object_are_given_together() -> None:
-    text = problem(**{"speculative_config.num_speculative_tokens": 5})
-    assert """speculative_config '{"num_speculative_tokens": "..."}'""" in text
-    assert "compiling the model is not built yet" in problem(**{"compilation_config.mode": 3})
+    text = problem(**{"preferred_sampling_params.top-p": 0.5})
+    assert """preferred_sampling_params '{"top_p": "..."}'""" in text
+
+
+def test_members_given_one_by_one_override_those_of_the_object() -> None:
+    whole = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    arguments = Arguments.from_keywords(model="m", **whole, **{"speculative_config.num_speculative_tokens": "5"})
+    assert arguments.speculative_num_draft_tokens == 6
+    assert problem(**{"compilation_config.cudagraph_mode": "PIECEWISE"}).startswith(
+        "compilation_config: cudagraph_mode"
+    )
+    assert problem(**{"speculative_config.num-steps": "x"}).startswith("speculative_config.num-steps: must be")
 
 
 def test_a_path_is_taken_for_its_text() -> None:

@@ -50,13 +50,18 @@ async def living_pid(ref: ActorRef[ChildProtocol]) -> int:
 
 async def test_the_child_in_standby_is_the_next_incarnation(system: ActorSystem) -> None:
     ref = await spawn(system)
-    first = await living_pid(ref)
+    facts = await ref.ask(Inspect(), timeout=60.0)
+    first = facts.pid
     await until(lambda: standby_of(ref).pid is not None)
     waiting = standby_of(ref).pid
+    if sys.platform == "linux":
+        name = facts.process_name
+        await until(lambda: Path(f"/proc/{waiting}/comm").read_text().strip() == f"{name} spare"[:15])
     os.kill(first, signal.SIGKILL)
     await until(lambda: system.describe()[0].incarnation == 1)
     facts = await ref.ask(Inspect(), timeout=60.0)
     assert facts.pid == waiting != first
+    assert sys.platform != "linux" or facts.process_name == name
     await until(lambda: standby_of(ref).pid not in (None, waiting))  # and the next one waits
 
 

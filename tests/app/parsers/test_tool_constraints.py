@@ -137,13 +137,21 @@ def test_random_texts_of_forced_calls_are_calls_that_validate(name: str) -> None
 
 def spelled(name: str, *calls: tuple[str, Any]) -> str:
     """The calls as ``written``, without what its models need not write. Python's values are JSON in grammars."""
-    if name in ("pythonic", "llama4"):
+    if name == "gemma4":
+        return "".join(
+            f"<|tool_call>call:{called}{{"
+            + ",".join(f"{key}:{msgspec.json.encode(value).decode()}" for key, value in arguments.items())
+            + "}<tool_call|>"
+            for called, arguments in calls
+        )
+    if name in ("pythonic", "llama4", "lfm2"):
         listed = [
             f"{called}({', '.join(f'{key}={value}' for key, value in python(arguments))})"
             for called, arguments in calls
         ]
         text = f"[{', '.join(listed)}]"
-        return f"<|python_start|>{text}<|python_end|>" if name == "llama4" else text
+        begin, end = TOOL_PARSERS[name].SECTION
+        return f"{begin.removesuffix('[')}{text}{end.removeprefix(']')}"
     text = written(name, *calls).rstrip("\n")
     if name == "gpt-oss":
         text = text.removeprefix("<|start|>assistant").replace("<|call|>", "")

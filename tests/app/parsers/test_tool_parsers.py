@@ -253,6 +253,8 @@ TEMPLATES = {
     "llama3_json": "Environment: ipython",
     "gpt-oss": "<|channel|>commentary json <|constrain|>",
     "granite": "<|tool_call|>",
+    "gemma4": "'<|tool_call>call:' + name + '{'",
+    "lfm2": "List of tools: <|tool_list_start|>",
 }
 
 
@@ -262,9 +264,17 @@ def test_auto_reads_the_format_off_the_template(name: str) -> None:
         assert output_format(option, None, TEMPLATES[name], "").tools is TOOL_PARSERS[name]
 
 
+def test_gemma_4_may_quote_keys_and_write_json() -> None:
+    text = '<|tool_call>call:add{<|"|>a<|"|>: "1:{" , "b":{}, c:[ ]}<tool_call|>so'
+    content, calls = read([text], "gemma4")
+    assert (content, values(calls)) == ("so", [("add", {"a": "1:{", "b": {}, "c": []})])
+
+
 def test_auto_falls_back_on_the_family() -> None:
     assert output_format(None, None, None, "GptOssForCausalLM").harmony
     assert output_format(None, None, None, "Llama4ForCausalLM").tools is TOOL_PARSERS["llama4"]
+    assert output_format(None, None, None, "Gemma4ForConditionalGeneration").tools is TOOL_PARSERS["gemma4"]
+    assert output_format(None, None, None, "Lfm2MoeForCausalLM").tools is TOOL_PARSERS["lfm2"]
     assert output_format(None, None, None, "Ministral3ForCausalLM").tools is TOOL_PARSERS["mistral"]
     assert output_format(None, None, None, "Mistral4ForCausalLM").tools is TOOL_PARSERS["mistral"]
     assert output_format(None, None, None, "MistralForCausalLM").tools is TOOL_PARSERS["mistral"]

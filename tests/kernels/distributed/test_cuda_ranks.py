@@ -9,6 +9,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from kernels.contract.expert_settings import ExchangeSettings
 from kernels.contract.speculation import SpeculativeSettings
 from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.adapters import adapted_modules, end_modules, save_adapter
 from tests.kits.speculation import latent_heads
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.runner_drafts import PROMPTS
@@ -114,3 +115,54 @@ def test_cuda_parts_of_attention_divide_the_experts_of_their_drafts(cuda, refere
             assert cut(answer, 60) == [model.greedy(text, 60) for text in parts[rank]]
             assert answer["moved"]
     assert max(map(max, filter(None, answers[1]["accepted"]))) > 3  # the model drafts its own tokens
+
+
+def test_two_cuda_ranks_divide_heads_as_large_as_those_of_real_models(cuda, reference, prompts):
+    """Heads of 128, and latent vectors of 512 and 64 numbers. In bfloat16 two stages give the tokens of one GPU."""
+    texts, graphs = prompts(5, 23), cuda | {"graph_rows": [1, 2]}
+    dense, moe, latent = (
+        reference(name) for name in ("parallel-wide-qwen3", "placed-wide-moe", "parallel-wide-deepseek-v3")
+    )
+    experts, apart = graphs | {"ep_size": 2}, graphs | {"ep_size": 2, "dp_size": 2}
+    whole = [
+        (dense, job(dense, texts, 40, options=graphs)),
+        (dense, job(dense, texts, 40, options=graphs, stages=2)),
+        (moe, job(moe, texts, 40, options=experts)),
+        (latent, job(latent, texts, 40, options=experts)),
+        (latent, job(latent, texts, 40, options=graphs, stages=2)),
+    ]
+    divided = [
+        (model, {"model": str(model.path), "parts": [texts[:1], texts[1:]], "length": 40, "options": apart})
+        for model in (moe, latent)
+    ]
+    rounded = job(dense, texts, 40, options=graphs | {"dtype": "bfloat16", "invariant": True})
+    ((alone,),) = run_ranks([rounded], 1)
+    for rank, answers in enumerate(run_ranks([*(each for _, each in whole + divided), rounded | {"stages": 2}])):
+        for answer, (model, _) in zip(answers, whole, strict=False):
+            assert cut(answer, 40) == [model.greedy(text, 40) for text in texts]
+            assert answer["replays"]
+        for answer, (model, _) in zip(answers[len(whole) :], divided, strict=False):
+            assert answer["tokens"] == [model.greedy(texts[rank], 40)]
+        assert answers[-1]["tokens"] == alone["tokens"]
+
+
+def test_two_cuda_ranks_apply_adapters_as_one_gpu_does(cuda, reference, prompts, tmp_path):
+    """Over each layer, over experts, and in stages. The second adapter is of DoRA; the third prompt has none."""
+    texts, graphs, jobs = prompts(5, 23, 9), cuda | {"graph_rows": [1, 4]}, []
+    dense, moe = reference("parallel-qwen3"), reference("placed-moe")
+    for model in (dense, moe):
+        some = adapted_modules(model.path)
+        files = [save_adapter(tmp_path / f"{len(jobs)}-1", some | end_modules(model.path), 1)]
+        files.append(
+            save_adapter(tmp_path / f"{len(jobs)}-2", adapted_modules(model.path, (".experts.",)), 2, use_dora=True)
+        )
+        targets = ["all", "dora", "embed_tokens", "lm_head", "experts"]
+        jobs.append(job(model, texts, 40, options=graphs, adapters=[str(file) for file in files], targets=targets))
+    (alone,) = run_ranks(jobs, 1)
+    divided = [jobs[0], jobs[1] | {"options": graphs | {"ep_size": 2}}, jobs[0] | {"stages": 2}]
+    for answers in run_ranks(divided):
+        assert [one["tokens"] for one in answers] == [one["tokens"] for one in (alone[0], alone[1], alone[0])]
+        assert all(one["replays"] for one in answers)
+    for model, answer in zip((dense, moe), alone, strict=True):
+        adapted = [tokens != model.greedy(text, 40) for text, tokens in zip(texts, answer["tokens"], strict=True)]
+        assert adapted == [True, True, False]

@@ -17,9 +17,10 @@ from kernels.contract.expert_settings import ExchangeMode, ExchangeSettings
 from kernels.devices.experts import Dispatch, ExpertsInTurn, Routing
 from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.group import Group
+from kernels.distributed.turns import PassValue
 from tests.kernels.distributed.ranks import run_ranks
 
-NAMES = ["placed-moe", "placed-shared", "parallel-deepseek-v3"]
+NAMES = ["placed-moe", "placed-shared", "parallel-deepseek-v3", "parallel-deepseek-v4"]
 COPIES = {"experts": {"redundant": 4, "dispatch": "static"}}
 EVEN = {"experts": {"redundant": 2, "dispatch": "dynamic"}}
 
@@ -39,6 +40,7 @@ def test_rows_that_travel_generate_what_one_device_does(reference, prompts):
         job(models[1], parts[0], "auto", overlap=True),
         job(models[2], parts[1], "normal", overlap=True),
         job(models[2], parts[0], "low_latency"),
+        job(models[3], parts[1], "normal"),
     ]
     found = run_ranks(jobs)
     for rank, answers in enumerate(found):
@@ -85,15 +87,24 @@ def experts_of(places: Sequence[int], logits: Tensor, routing: Routing) -> Exper
     return ExpertsInTurn(lambda x: x @ logits, [expert(number) for number in places], routing)
 
 
-@pytest.mark.parametrize("mode", ["normal", "low_latency"])
-def test_each_row_reaches_its_experts_and_comes_back(mode: ExchangeMode):
-    """Two parts of two ranks, which divide their rows; one brings fewer rows than it may, or none."""
+@pytest.mark.parametrize(("mode", "listed"), [("normal", False), ("low_latency", False), ("normal", True)])
+def test_each_row_reaches_its_experts_and_comes_back(mode: ExchangeMode, listed: bool):
+    """Two parts of two ranks, which divide their rows; one brings fewer rows than it may, or none. ``listed``: a table
+    has the experts of each row."""
     size, parts, chosen, hidden = 4, 2, 2, 6
     torch.manual_seed(1)
     router = torch.randn(hidden, 7)
     placement = torch.tensor([3, 0, 1, 2, 6, 5, 4, 0]).numpy()
     table = torch.from_numpy(dispatch_table(placement, 7, size, "static"))
-    whole = experts_of(range(7), router, Routing(chosen, True))
+    ids = PassValue()
+    chosen_of = torch.stack([torch.randperm(7)[:chosen] for _ in range(5)])
+
+    def look_up() -> Tensor:
+        assert ids.value is not None
+        return chosen_of[ids.value]
+
+    fixed = look_up if listed else None
+    whole = experts_of(range(7), router, Routing(chosen, True, fixed=fixed))
     for tokens, rows in (((5, 3), (5, 3)), ((4, 3), (4, 1)), ((1, 0), (1, 0))):
         x = [torch.randn(count, hidden) for count in rows]
         threads, groups, beside = Threads(size), dict[int, ThreadGroup](), list[int]()
@@ -107,18 +118,22 @@ def test_each_row_reaches_its_experts_and_comes_back(mode: ExchangeMode):
             beside: list[int] = beside,
         ) -> Tensor:
             here = range(2 * rank, 2 * rank + 2)
-            routing = Routing(chosen, True, local=here, dispatch=Dispatch(table, 8, source=rank), parts=size)
+            routing = Routing(
+                chosen, True, local=here, dispatch=Dispatch(table, 8, source=rank), parts=size, fixed=fixed
+            )
             layer = experts_of(placement[here.start : here.stop].tolist(), router, routing)
             groups[rank] = ThreadGroup(rank, size, threads)
             exchange = ExpertExchange(groups[rank], parts, ExchangeSettings(mode))
             own = x[rank // 2]
-            return exchange.run(own, tokens, layer, routing, lambda: beside.append(rank))
+            ids.value = torch.arange(len(own))
+            return exchange.run(own, tokens, layer, routing, lambda: beside.append(rank), ids=ids if listed else None)
 
         with ThreadPoolExecutor(size) as pool:
             found = list(pool.map(run, range(size)))
         for part in range(parts):
             if len(x[part]):
                 summed = found[2 * part] + found[2 * part + 1]
+                ids.value = torch.arange(len(x[part]))
                 torch.testing.assert_close(summed, whole(x[part]))
                 each = -(-tokens[part] // 2)
                 assert not found[2 * part][each:].any()

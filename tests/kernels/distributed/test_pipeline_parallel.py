@@ -137,6 +137,7 @@ def test_families_of_other_layers_generate_in_two_stages(reference, prompts):
     ("name", "says"),
     [
         ("parallel-deepseek-v3.2", "some layers read what others made"),
+        ("parallel-deepseek-v4", "its layers have sizes or constants of their own"),
         ("parallel-lfm2-moe", "its layers keep states"),
     ],
 )

@@ -16,7 +16,7 @@ from kernels.distributed.shared_experts import SharedExperts
 from kernels.execution import executor_list
 from tests.kernels.distributed.ranks import run_ranks
 
-NAMES = ["parallel-moe", "parallel-shared", "parallel-deepseek-v3"]
+NAMES = ["parallel-moe", "parallel-shared", "parallel-deepseek-v3", "parallel-deepseek-v4"]
 
 
 def test_ranks_with_other_requests_generate_what_one_device_does(reference, prompts):

@@ -301,7 +301,7 @@ def test_a_window_changes_the_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculation": SpeculativeSettings("NGRAM")}, "--speculative-algorithm"),
+        ({"speculation": SpeculativeSettings("STANDALONE", topk=2)}, "--speculative-eagle-topk 1"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
         ({"max_states": 9}, "keeps no recurrent states; leave --max-mamba-cache-size out"),
         (
@@ -314,6 +314,19 @@ def test_options_for_plain_pages_are_refused_for_others(tmp_path: Path, options:
     model = make_mixed_model(tmp_path / "model", KINDS["full-window"])
     with pytest.raises(ConfigError, match=says):
         make_runner(model, **options)
+
+
+def test_windows_verify_chains_of_draft_tokens(tmp_path: Path) -> None:
+    model, (prompt,) = make_mixed_model(tmp_path / "model", KINDS["full-window"]), prompts(9)
+    answer = Uncached(model).says(prompt, 40)
+    line = Line(model, {"speculation": SpeculativeSettings("NGRAM")})
+    line.submit(0, prompt + answer, 1)
+    line.play()
+    before = line.planner.load(0.0).steps
+    line.submit(1, prompt, 40)
+    line.play()
+    assert line.outputs[1] == answer
+    assert line.planner.load(0.0).steps - before < 20
 
 
 def test_a_draft_model_that_keeps_more_than_plain_pages_is_refused(tmp_path: Path) -> None:

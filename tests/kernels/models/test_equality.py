@@ -10,7 +10,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.models.config_loader import read_config
 from tests.kits.driver import ints
-from tests.kits.families import COMPARED, DRAFTED
+from tests.kits.families import COMPARED, ONE_OF_EACH
 from tests.kits.parity import half_precision, scored
 from tests.kits.planned_runner import PAGE, Line
 from tests.kits.published import PUBLISHED
@@ -85,7 +85,7 @@ def test_planned_traffic_gives_the_greedy_tokens(name, reference, prompts):
     assert line.planner.load(0.0).preemptions > 0
 
 
-@each_of(DRAFTED)
+@each_of(ONE_OF_EACH)
 def test_draft_tokens_change_no_greedy_token(name, reference, drive, prompts, monkeypatch):
     """Of texts whose greedy tokens ``test_planned_traffic_gives_the_greedy_tokens`` has had checked."""
     model, texts = reference(name), traffic(prompts)[:2]

@@ -522,3 +522,14 @@ def test_only_targets_take_adapters(reference, drive, tmp_path):
         driver.runner.load_adapter(1, str(save_adapter(tmp_path / "all", modules, 1)))
     some = {module: shape for module, shape in modules.items() if module.endswith(("q_proj", "down_proj"))}
     driver.runner.load_adapter(1, str(save_adapter(tmp_path / "some", some, 1)))
+
+
+def test_passes_are_counted_where_they_run():
+    context = LayerContext(None, torch.device("cpu"))
+    context.open(2, 4)
+    current = context.count_passes()
+    context.enter(torch.tensor([5, 0]))
+    assert (current.tolist(), context.passes) == ([1], 1)
+    context.enter_slots([0])
+    assert (current.tolist(), context.passes) == ([2], 2)
+    assert context.count_passes() is current

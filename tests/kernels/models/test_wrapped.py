@@ -16,7 +16,19 @@ from kernels.models.config_loader import read_config
 from kernels.models.registry import LANGUAGE_MODEL_SIZES, LANGUAGE_MODELS, find
 from kernels.weights.config_json import read_merged
 from kernels.weights.wrapped import language_model, plain_name
-from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, HUNYUAN_V4, INDEXED, LLAMA3_ROPE, QWEN4, ROUTED
+from tests.kits.driver import (
+    COMMON,
+    DEEPSEEK,
+    DELTA,
+    DENSE,
+    EXPERTS,
+    HUNYUAN_V4,
+    INDEXED,
+    LLAMA3_ROPE,
+    MINIMAX_M3,
+    QWEN4,
+    ROUTED,
+)
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 SIGLIP = TOWER | {"image_size": 16}
@@ -44,6 +56,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # transformer
         TOWER | {"out_hidden_size": 48},
     ),
     "llava": ("Llava", {"model_type": "llama"}, SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16}),
+    "minimax-m3": (
+        "MiniMaxM3VL",
+        {key: size for key, size in MINIMAX_M3.items() if key not in ENDS},
+        TOWER | {"image_size": 16, "temporal_patch_size": 1, "spatial_merge_size": 1},
+    ),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, SIGLIP),
     "mistral-large4": (  # under the vendor's names, with what its config.json leaves out
         "MistralLarge4",
@@ -85,7 +102,8 @@ def saved(name: str, path: Any) -> Any:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(sum(name.encode()))
     config = getattr(transformers, f"{family}Config")(text_config=COMMON | ENDS | text, vision_config=dict(tower))
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    name = "MiniMaxM3SparseForConditionalGeneration" if family == "MiniMaxM3VL" else f"{family}ForConditionalGeneration"
+    model = getattr(transformers, name)(config).eval()
     for part, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
         if part.endswith("A_log"):
@@ -106,7 +124,7 @@ def test_text_gets_the_tokens_of_the_whole_model(name, drive, prompts, tmp_path,
         driver = drive(tmp_path)
     driver.admit(1, tokens)
     assert driver.generate(1, 40) == expected
-    assert f"{MODELS[name][0]}ForConditionalGeneration: its language model is run" in caplog.text
+    assert f"{type(model).__name__}: its language model is run" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.elementwise.norms import Before, CudaNorm
 from kernels.devices.cuda.launch import copying, has_gluon, overlapping
-from kernels.devices.cuda.matmul import gemm_small
+from kernels.devices.cuda.matmul import gemm_small, low_rank_one
 from kernels.devices.cuda.matmul.autotune import Choices, Shape, Way, in_a_row, spare
 from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta
 from kernels.devices.cuda.matmul.norm_then_linear import Fused
@@ -206,7 +206,7 @@ class CudaLinear:
 
     ``gated``: ``silu(x @ gate.T) * (x @ up.T)``, the weight [2 * outputs, inputs] being gate | up, each with its bias.
     ``choices``: measures the fastest product of a few tokens; without it, measurements on an H200 decide. ``delta``:
-    what adapters add to the product, if the pass has some: then not the kernel for one token, but those for a few.
+    what adapters add to the product, if the pass has some.
     """
 
     def __init__(
@@ -226,10 +226,10 @@ class CudaLinear:
         self._described: TensorDescriptor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.takes_one(x):
+            return self._one(x)
         if self.delta is not None:
             return self._bulk(x) if self._bulks(x) else self._many(x)
-        if one_token(x, self.weight):
-            return _multiply(x, self.weight, self.bias, self._gated)
         if not 1 < len(x) <= gemm_small.MAX_TOKENS:
             return self._many(x)
         if not _carried(x, self.weight):
@@ -247,6 +247,18 @@ class CudaLinear:
         """What adapters add to the product in this pass."""
         return None if self._delta is None or self._delta.context.idle else self._delta
 
+    def takes_one(self, x: Tensor) -> bool:
+        """Whether ``x`` is one token that a kernel for one token supports."""
+        return one_token(x, self.weight) and (self.delta is None or self.delta.joins)
+
+    def _one(self, x: Tensor, before: Before | None = None, residual: Tensor | None = None) -> Tensor:
+        delta = self.delta
+        if delta is None:
+            return _multiply(x, self.weight, self.bias, self._gated, before, residual)
+        return low_rank_one.multiply(
+            x, self.weight, self.bias, self._gated, delta.one(), before=before, residual=residual
+        )
+
     def leaves(self, x: Tensor) -> bool:
         """Whether ``left`` supports these tokens."""
         return self.bias is None and not self._gated and self._bulks(x)
@@ -263,11 +275,11 @@ class CudaLinear:
 
     def into(self, x: Tensor, residual: Tensor, following: Norm | None) -> tuple[PendingResidual, Tensor] | None:
         """As ``kernels.devices.cuda.matmul.residual_linear.Joins``."""
-        if self.delta is not None or not one_token(x, self.weight):
+        if not self.takes_one(x):
             return self._few_into(x, residual, following) if len(x) < _SUMMED else self._many_into(x, residual)
         if not residual.is_contiguous() or residual.dtype != x.dtype:
             return None
-        return None, _multiply(x, self.weight, self.bias, self._gated, None, residual)
+        return None, self._one(x, residual=residual)
 
     def _many_into(self, x: Tensor, residual: Tensor) -> tuple[PendingResidual, Tensor] | None:
         """By cuBLAS with the sum: then the next norm reads and writes half as much, which determines its time."""
@@ -288,11 +300,11 @@ class CudaLinear:
 
     def _bulks(self, x: Tensor) -> bool:
         """Whether ``gemm_small_tma`` is the fastest known way to multiply these tokens."""
-        if len(x) > gemm_small.MAX_TOKENS or not _carried(x, self.weight):
+        if len(x) > gemm_small.MAX_TOKENS or self.takes_one(x) or not _carried(x, self.weight):
             return False
         if self.delta is not None:
             return self.delta.extends
-        if len(x) == 1 or self._choices is None:
+        if self._choices is None or len(x) == 1:
             return len(x) > 1
         return self._choices.name(self._tried(x), lambda: self._trial(x), "bulk") in (None, "bulk")
 
@@ -318,9 +330,9 @@ class CudaLinear:
 
     def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``: without an addition to the stream."""
-        if before.residual is not None or self.delta is not None or not one_token(x, self.weight):
+        if before.residual is not None or not self.takes_one(x):
             return {}
-        return {"within": lambda: (_multiply(x, self.weight, self.bias, self._gated, before), x)}
+        return {"within": lambda: (self._one(x, before), x)}
 
     @property
     def shape(self) -> Shape:

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.core.layer_context import LayerContext
 from kernels.devices.cuda.launch import overlapping
+from kernels.devices.cuda.matmul.low_rank_one import Adapter
 from kernels.devices.low_rank import LowRankDelta
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ class CudaLowRankDelta(LowRankDelta):
         self._tiles = torch.tensor(tiles, dtype=torch.int32, device=down.device)
         self._ends = torch.tensor([end for _, end in self.columns], dtype=torch.int32, device=down.device)
         self._counters = torch.zeros(down[:, :, 0].numel() + 1, dtype=torch.int32, device=down.device)
+        self._sums = torch.zeros(down.shape[1], dtype=torch.int64, device=down.device)
+        self._current, self._run = context.count_passes(), 0
 
     def __call__(self, x: Tensor, outputs: Tensor) -> Tensor:
         """``x`` [rows, inputs], ``outputs`` [rows, outputs], which is overwritten and returned."""
@@ -180,6 +183,17 @@ class CudaLowRankDelta(LowRankDelta):
         """Whether ``extension`` supports the layer: its kernel takes 64 outputs, and 16 bytes, at a time."""
         whole = all(end % _OUTPUTS == 0 for _, end in self.columns)
         return whole and self.rank % 8 == 0 and self.down.shape[2] % 8 == 0
+
+    @property
+    def joins(self) -> bool:
+        """Whether the kernel for one token supports the layer (``one``), which it does once a pass."""
+        return self.extends and self.down.is_contiguous() and self._run != self.context.passes
+
+    def one(self) -> Adapter:
+        """For ``low_rank_one.multiply`` of the pass's one token, which is launched next."""
+        self._run = self.context.passes
+        up = _by_outputs(self.up)
+        return Adapter(self.context.rows, self.down, up, self._ends, self._sums, self._current, self.rank)
 
     def extension(self, x: Tensor) -> Extension:
         """For the kernel of a product of up to 64 tokens ``x`` [tokens, inputs], which is launched next."""

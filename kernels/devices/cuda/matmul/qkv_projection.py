@@ -18,8 +18,9 @@ from kernels.devices.attention import QkvProjection
 from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue, norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import Before, CudaNorm
 from kernels.devices.cuda.launch import overlapping
+from kernels.devices.cuda.matmul import low_rank_one
 from kernels.devices.cuda.matmul.grouped import GroupedLinear
-from kernels.devices.cuda.matmul.linear import CudaLinear, one_token
+from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
 from kernels.devices.cuda.matmul.scaled_residual import scaled_for
 from kernels.devices.linear import norm_of_sum
@@ -195,12 +196,21 @@ class CudaQkvProjection(QkvProjection[Any]):
         self, x: PendingResidual, residual: Tensor, epilogue: RopeCacheEpilogue
     ) -> tuple[Tensor, Tensor] | None:
         projection, linear = self.projection, self.projection.linear
-        if isinstance(linear, CudaLinear) and linear.delta is None and one_token(residual, linear.weight):
+        if isinstance(linear, CudaLinear) and linear.takes_one(residual):
             if x is None and isinstance(projection, CudaNormThenLinear):
-                return project(residual, linear.weight, linear.bias, epilogue, projection.before(None)), residual
+                return self._project(linear, residual, epilogue, projection.before(None)), residual
             normed, total = norm_of_sum(projection.norm, x, residual)
-            return project(normed, linear.weight, linear.bias, epilogue), total
+            return self._project(linear, normed, epilogue), total
         if isinstance(x, Tensor) and isinstance(projection, CudaNormThenLinear) and isinstance(linear, GroupedLinear):
             name = projection.quickest(x, residual)
             return None if name is None else linear.project_heads(x, projection.before(residual), name, epilogue)
         return None
+
+    def _project(
+        self, linear: CudaLinear, x: Tensor, epilogue: RopeCacheEpilogue, before: Before | None = None
+    ) -> Tensor:
+        delta = linear.delta
+        if delta is None:
+            return project(x, linear.weight, linear.bias, epilogue, before)
+        given = x, linear.weight, linear.bias, False, delta.one()
+        return low_rank_one.multiply(*given, before=before, epilogue=epilogue)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.core.layer_context import LayerContext
-from kernels.devices.cuda.elementwise.norms import CudaNorm
+from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
+from kernels.devices.cuda.elementwise.norms import Before, CudaNorm
+from kernels.devices.cuda.matmul import low_rank_one
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta, make_up
+from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
+from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.cuda.matmul.scaled_residual import Scaled
+from tests.kits.cuda.heads import HEADS, KV_HEADS, Places, step
 
 PLACES = 12
 SIZES = {"one": (128,), "three": (192, 64, 64), "gated": (128, 128)}
@@ -23,6 +29,9 @@ class Products:
         outputs = sum(sizes)
         self.dtype, self.device, self.gated, self.sizes, self.rank = dtype, device, gated, sizes, rank
         self.context = LayerContext(None, device)
+        self.context.open(PLACES, 1)
+        for place in range(PLACES):
+            self.context.assign(np.array([place]), place)
         self.down = (torch.randn(PLACES, len(sizes) * rank, inputs) / inputs**0.5).to(device, dtype)
         self.up = make_up((1, PLACES, rank, outputs), dtype, device)[0]
         self.up.copy_(torch.randn(PLACES, rank, outputs) / rank**0.5)
@@ -35,7 +44,7 @@ class Products:
     def tokens(self, count, *places):
         """Random tokens, of adapters at ``places`` in turn."""
         chosen = torch.tensor([places[index % len(places)] for index in range(count)])
-        self.context._rows = chosen.to(self.device)
+        self.context.enter(chosen.to(self.device))
         return torch.randn(count, self.weight.shape[1]).to(self.device, self.dtype)
 
     def expected(self, x, activate=True):
@@ -74,6 +83,57 @@ def test_a_product_has_what_its_rows_adapters_add(kind, rank, inputs, tokens, pl
         products.assert_close(products.linear(x), products.expected(x.float()))
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """Counts launches of the kernel for one token."""
+    found, launch = [], low_rank_one.multiply
+    monkeypatch.setattr(
+        low_rank_one, "multiply", lambda *given, **named: found.append(named) or launch(*given, **named)
+    )
+    return found
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("kind", "rank", "inputs"), [("one", 16, 256), ("three", 8, 4112), ("gated", 40, 2064)])
+def test_one_token_takes_one_launch_with_the_norm(kind, rank, inputs, biased, device, launches):
+    products = Products(device, dtypes(device), rank, inputs, SIZES[kind], kind == "gated", biased)
+    norm = CudaNorm(1 + torch.rand(inputs).to(device, products.dtype), 1e-5)
+    for place in (3, 11, 0):
+        x = products.tokens(1, place)
+        (fused,) = products.linear.fused_with_norm(x, Before(None, norm.weight, norm.eps)).values()
+        products.assert_close(fused()[0], products.expected(norm(x).float()))
+    assert len(launches) == 3
+
+
+def test_heads_of_one_token_are_placed_in_the_same_launch(device, launches):
+    dim, inputs = 32, 256
+    products = Products(device, dtypes(device), 16, inputs, (HEADS * dim, KV_HEADS * dim, KV_HEADS * dim), bias=True)
+    norm = CudaNorm(1 + torch.rand(inputs).to(device, products.dtype), 1e-5)
+    projection = CudaNormThenLinear(norm, products.linear, None)
+    heads = CudaQkvProjection(Places(), projection, HEADS, KV_HEADS, dim, None)
+    for first in (True, False):
+        products.tokens(1, 5)
+        x, residual, cos, sin, cache, index = step(device, products.dtype, dim, inputs)
+        total = residual if first else residual + x
+        qkv = products.expected(norm(total).float()).to(products.dtype).view(1, -1, dim)
+        placed = cache.clone()
+        norm_rope_cache(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
+        queries, found = heads(None if first else x, residual, cos, sin, cache, index)
+        assert heads.attention.placed == []
+        assert torch.equal(found, total)
+        products.assert_close(queries, qkv[:, :HEADS].float())
+        products.assert_close(cache, placed.float())
+    assert len(launches) == 2
+
+
+def test_a_layer_runs_twice_in_one_pass(device, launches):
+    products = Products(device, dtypes(device), 16, 256, (128,))
+    x = products.tokens(1, 4)
+    for token in (x, 2 * x):
+        products.assert_close(products.linear(token), products.expected(token.float()))
+    assert len(launches) == 1  # the second would take sums of the first
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 2050])
 def test_a_product_for_the_stream_has_what_adapters_add(tokens, device):
     products = Products(device, dtypes(device), 16, 256, (64,))
@@ -82,7 +142,7 @@ def test_a_product_for_the_stream_has_what_adapters_add(tokens, device):
     expected = products.expected(x.float()) + residual.float()
     found = products.linear.into(x, residual.clone(), norm)
     if found is None:  # the kernel that adds takes brain floats alone
-        assert tokens < 2048
+        assert 1 < tokens < 2048
         return
     products.assert_close(found[1], expected)
     if isinstance(found[0], Scaled):

@@ -28,7 +28,7 @@ from kernels.devices.cuda.graphs.arrivals import ArrivalRing
 from kernels.devices.cuda.graphs.staging import Staged, stage
 from kernels.devices.cuda.graphs.step_graphs import enter, leave
 from kernels.devices.cuda.invariant_kernels import InvariantLinear
-from kernels.devices.cuda.matmul import gemm_small, gemm_small_quantized, gemm_small_tma, gemv_quantized
+from kernels.devices.cuda.matmul import gemm_small, gemm_small_quantized, gemm_small_tma, gemv_quantized, low_rank_one
 from kernels.devices.cuda.matmul.eight_bit import EightBitLinear
 from kernels.devices.cuda.matmul.gemm_small_quantized import Form, Tiles
 from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
@@ -125,11 +125,21 @@ def adapted_products(dtype):
         weight, norm = empty(sum(sizes), inputs, dtype=dtype), CudaNorm(empty(inputs, dtype=dtype), 1e-5)
         linear = CudaLinear(weight, None, gated=gated, delta=delta)
         for tokens in (1, 16, 64):
-            context._rows = empty(tokens, dtype=torch.int64)
             x = empty(tokens, inputs, dtype=dtype)
+            context.enter(empty(tokens, dtype=torch.int64))
             linear(x)
+            linear(x)  # as a layer that runs twice a pass
+            context.enter(empty(tokens, dtype=torch.int64))
             if not gated:
                 linear.into(x, empty(tokens, sum(sizes), dtype=dtype), norm)
+            context.enter(empty(tokens, dtype=torch.int64))
+            for fused in linear.fused_with_norm(x, Before(None, x, 1e-5)).values():
+                fused()
+            if len(sizes) == 3 and tokens == 1:
+                context.enter(empty(tokens, dtype=torch.int64))
+                cache = empty(99, 2, 8, 64, 128, dtype=dtype)
+                heads = RopeCacheEpilogue(32, *empty(2, 1, 1, 128, dtype=dtype), cache, empty(1, dtype=torch.int64))
+                low_rank_one.multiply(x, weight, None, False, delta.one(), before=Before(None, x, 1e-5), epilogue=heads)
             if linear.leaves(x):
                 linear.left(Scaled.room(norm, x))
 

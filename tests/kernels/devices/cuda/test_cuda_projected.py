@@ -17,21 +17,7 @@ from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
 from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.weights.quantization.weights import GroupedWeight
 from tests.kernels.devices.cuda.plain import single_in_triton
-
-HEADS, KV_HEADS, PAGE, PAGES = 4, 2, 16, 5
-
-
-class Places:
-    """A platform that tells how many tokens it places."""
-
-    def __init__(self) -> None:
-        self.placed: list[int] = []
-
-    def norm_rope_cache(self, qkv, heads, norm, cos, sin, cache, index):
-        self.placed.append(len(qkv))
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        norm_rope_cache(qkv, heads, KV_HEADS, weight, eps, cos, sin, cache, index)
-        return qkv[:, :heads]
+from tests.kits.cuda.heads import HEADS, KV_HEADS, Places, step
 
 
 def made(device, dtype, dim, inputs, biased=False, normed=False):
@@ -42,15 +28,6 @@ def made(device, dtype, dim, inputs, biased=False, normed=False):
     behind = CudaNormThenLinear(CudaNorm(1 + torch.rand(inputs).to(dtype).to(device), 1e-5), linear, None)
     own = CudaNorm(torch.randn(HEADS + KV_HEADS, dim).to(dtype).to(device), 1e-6) if normed else None
     return CudaQkvProjection(Places(), behind, HEADS, KV_HEADS, dim, own)
-
-
-def step(device, dtype, dim, inputs, tokens=1):
-    angle = torch.rand(tokens, 1, dim // 2) * 6
-    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-    x, residual = torch.randn(2, tokens, inputs)
-    cache = torch.zeros(PAGES, 2, KV_HEADS, PAGE, dim)
-    index = torch.randperm(PAGES * PAGE)[:tokens]
-    return *(part.to(dtype).to(device) for part in (x, residual, cos, sin, cache)), index.to(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -27,7 +28,18 @@ from tests.kits.gguf_writer import llama3_factors, write_gguf
 FAMILIES = (
     *("arcee", "cohere", "cohere-normed", "gguf-cohere2", "ernie4.5-moe", "ernie4.5-moe-biased"),
     *("exaone4", "exaone4-full", "exaone-moe", "gemma", "gguf-gemma2", "gguf-gemma3", "gguf-glm", "glm4", "glm4-moe"),
-    *("granite", "granite-moe", "hunyuan-moe", "minimax-m2", "ministral3", "olmo", "olmo3", "olmoe", "gguf-phi3-long"),
+    *(
+        "granite",
+        "granite-moe",
+        "hunyuan-moe",
+        "minimax-m2",
+        "gguf-minimax-m3",
+        "ministral3",
+        "olmo",
+        "olmo3",
+        "olmoe",
+        "gguf-phi3-long",
+    ),
     *("falcon-h1", "gguf-falcon-h1", "granite-4", "granite-4-dense", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe"),
     *("nemotron-3", "gguf-nemotron-dense", "qwen3-next", "gguf-qwen3.5", "gguf-qwen3.5-moe"),
     *("gemma4", "gemma4-equal", "gemma4-moe", "gguf-phimoe", "baichuan"),
@@ -102,6 +114,39 @@ def test_exponents_in_mxfp4_that_are_no_number_are_named(reference, tmp_path):
 def test_glm_4_7_flash_is_read_as_deepseek(reference, drive, prompts, tmp_path):
     model, (prompt,) = reference("glm4-moe-lite"), prompts(20)
     file = write_gguf(model.path, tmp_path / "model.gguf")
+    assert greedy(drive, file, prompt, 50) == model.greedy(prompt, 50)
+
+
+def test_files_of_minimax_m3_without_an_indexer_have_full_attention(reference, tmp_path):
+    header = read_header(write_family(reference("gguf-minimax-m3").path, tmp_path / "model.gguf"))
+    assert describe(header)["layer_types"] == ["full_attention", *2 * ["minimax_m3_sparse"]]
+    for name in [name for name in header.tensors if ".indexer." in name]:
+        del header.tensors[name]
+    for key in [key for key in header.metadata if ".indexer." in key]:
+        del header.metadata[key]
+    assert describe(header)["layer_types"] == 3 * ["full_attention"]
+    header.metadata["minimax-m3.expert_gating_func"] = 1
+    with pytest.raises(GgufError, match=r"minimax-m3.expert_gating_func must be 2, which is sigmoid"):
+        describe(header)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("qwen2", "Qwen2VL"), ("qwen3", "Qwen3VL"), ("native-moe", "Qwen3VLMoe")],
+)
+def test_language_models_of_qwen_vl_are_read(name, architecture, reference, drive, prompts, tmp_path):
+    """Their files say which parts of a head turn by which side of a picture."""
+    model, (prompt,) = reference(name), prompts(20)
+    shutil.copytree(model.path, tmp_path / "model")
+    raw = json.loads((model.path / "config.json").read_text()) | {"architectures": [f"{architecture}ForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    key = f"{architecture.lower()}.rope.dimension_sections"
+
+    def sections(writer):
+        writer.add_array(key, [2, 2, 2, 0])
+
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", tensors=sections)
+    assert read_header(file).metadata[key] == [2, 2, 2, 0]
     assert greedy(drive, file, prompt, 50) == model.greedy(prompt, 50)
 
 

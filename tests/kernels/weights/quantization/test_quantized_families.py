@@ -98,6 +98,7 @@ LOSSES = {
     "hunyuan-v4": (2.5, 6),
     "lfm3": (3.5, 8.5),
     "ling3": (4.5, 10),
+    "minimax-m3": (3, 6),
     "minimax-text": (3, 4.5),
     "mistral-large4": (3, 5),
     "qwen4": (2.5, 4),

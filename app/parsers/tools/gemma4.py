@@ -1,0 +1,115 @@
+"""Tool calls as Gemma 4 writes them; keys are bare, and a token of its own stands around strings:
+
+<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:2}<tool_call|>
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from app.parsers.base import IncompleteCall, ParseError, Reading, Sink, StreamingParser
+from app.parsers.tools.lark import Rules, Schema, placed
+from app.parsers.tools.parameters import members
+
+__all__ = ["Gemma4Parser"]
+
+_QUOTE = '<|"|>'
+_DEPTH = 64
+
+
+class Gemma4Parser(StreamingParser):
+    """Strings may be JSON, too: grammars ask for JSON values."""
+
+    OPEN = ("<|tool_call>",)
+    MARKS = ("<tool_call|>",)
+    TOKENS = (_QUOTE,)
+
+    def block(self, mark: str) -> Reading[None]:
+        yield from self.space()
+        yield from self.expect("call:")
+        name, _ = yield from self.name_until("{")
+        self.begin_call(name.strip())
+        yield from self._members(self.add_arguments, 0)
+        self.end_call()
+
+    def _members(self, sink: Sink, depth: int) -> Reading[None]:
+        """The members of an object and its end, behind its begin."""
+        sink("{")
+        yield from self.space()
+        first = True
+        while (yield from self.peek()) != "}":
+            if not first:
+                sink(", ")
+            first = False
+            yield from self._key(sink)
+            yield from self._value(sink, depth + 1)
+            if (yield from self.symbol(",", "}")) == "}":
+                self.put_back("}")
+            yield from self.space()
+        self.take(1)
+        sink("}")
+
+    def _key(self, sink: Sink) -> Reading[None]:
+        if (yield from self.peek()) == '"':
+            yield from self.json_string(sink)
+            yield from self.symbol(":")
+        elif (yield from self.skip(_QUOTE)):
+            yield from self._string(sink)
+            yield from self.symbol(":")
+        else:
+            key, _ = yield from self.name_until(":")
+            sink(_json(key.strip()))
+        sink(": ")
+
+    def _value(self, sink: Sink, depth: int) -> Reading[None]:
+        yield from self.space()
+        if depth > _DEPTH:
+            raise ParseError("it is nested too deeply")
+        if (yield from self.skip(_QUOTE)):
+            yield from self._string(sink)
+            return
+        first = yield from self.peek()
+        if first == "{":
+            self.take(1)
+            yield from self._members(sink, depth)
+        elif first == "[":
+            yield from self._items(sink, depth)
+        else:
+            yield from self.json_value(sink)
+
+    def _items(self, sink: Sink, depth: int) -> Reading[None]:
+        sink(self.take(1))
+        yield from self.space()
+        first = True
+        while (yield from self.peek()) != "]":
+            if not first:
+                sink(", ")
+            first = False
+            yield from self._value(sink, depth + 1)
+            if (yield from self.symbol(",", "]")) == "]":
+                self.put_back("]")
+            yield from self.space()
+        sink(self.take(1))
+
+    def _string(self, sink: Sink) -> Reading[None]:
+        """A string and its end, behind its begin."""
+        sink('"')
+        if not (yield from self.until((_QUOTE,), lambda text: sink(_json(text)[1:-1]))):
+            raise IncompleteCall
+        sink('"')
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        end = rules.text("}<tool_call|>")
+        written, alone = end, end  # what follows behind a value, and where there is none yet
+        for key, part, needed in reversed(list(members(schema))):
+            value = f"{rules.text(f'{key}:')} {rules.json(placed(part, schema))} {written}"
+            written, alone = (
+                rules.add(f'"," {value}' + ("" if needed else f" | {written}")),
+                rules.add(value + ("" if needed else f" | {alone}")),
+            )
+        return f"{rules.text(f'call:{name}{{')} {alone}"
+
+
+def _json(text: str) -> str:
+    return msgspec.json.encode(text).decode()
