@@ -121,7 +121,7 @@ class Journal:
             to.arriving.adopt(suspects.release(to._entries))
 
     def arrived(self, sequences: Container[int]) -> None:
-        """The scheduler knows these sequences now: those that are suspects run apart from others."""
+        """The scheduler has received these sequences: suspects among them run apart from others."""
         self.arriving.retain(self._entries)  # some may have ended on their way
         self.suspects.adopt(self.arriving.release(sequences))
 

@@ -115,7 +115,7 @@ class Suspects:
             self._remove(ended)
 
     def release(self, sequences: Container[int]) -> Suspects:
-        """Forget these sequences here; the result knows about them what was known, for :meth:`adopt`."""
+        """Remove these sequences. The result has their groups and reruns, for :meth:`adopt`."""
         result = Suspects()
         result._reruns = {number: rerun for number, rerun in self._reruns.items() if number in sequences}
         groups = ([number for number in group if number in result._reruns] for group in self._groups)

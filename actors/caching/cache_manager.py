@@ -1,4 +1,4 @@
-"""The CacheManager actor: owner of the cache's pages and of the prefix tree over them."""
+"""The CacheManager actor: allocates the cache's pages and keeps the prefix tree over them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["CacheManager"]
 
 
 class CacheManager(Actor[CacheProtocol]):
-    """A thin shell around :class:`PrefixCache`. It knows page ids and token ids, never a tensor."""
+    """A thin shell around :class:`PrefixCache`. It handles page ids and token ids, no tensors."""
 
     def __init__(
         self, board: HealthBoard, *, use_radix_cache: bool = True, policy: Literal["lru", "lfu"] = "lru"

@@ -1,4 +1,4 @@
-"""The engine: the API for Python programs, and the tree of actors behind it.
+"""The engine: the API for Python programs, and the tree of its actors.
 
 engine.py          Engine: generate, embed, score, classify
 actor_tree.py      the actors in the order in which they start; replica.py: those of one replica

@@ -141,8 +141,8 @@ class RayNodes:
                 .remote()
             )
             self._actors.append(actor)
-            own = msgspec.msgpack.encode(msgspec.structs.replace(given, node_rank=rank))
-            run = actor.run.remote(own, os.getcwd(), self._version, self._secret)
+            arguments = msgspec.msgpack.encode(msgspec.structs.replace(given, node_rank=rank))
+            run = actor.run.remote(arguments, os.getcwd(), self._version, self._secret)
             run.future().add_done_callback(partial(self._ended, rank))
             self._runs.append(run)
 

@@ -139,7 +139,7 @@ class Replica:
         return Route(self.scheduler, self.journal, self.board, tuple(self.workers), self.number)
 
     def hand_over(self) -> None:
-        """Let other replicas run the live sequences if the workers have died. The scheduler does it: it knows them.
+        """Let other replicas run the live sequences if the workers have died. The scheduler sends them.
         With data-parallel attention no other replica has workers then."""
         if self.lockstep is None and self._started and self.board.worker is None and len(self.journal):
             # If the lane is full, the sequences wait for the workers of this replica.

@@ -1,4 +1,4 @@
-"""The cache manager owns the pages of the key-value cache and the prefixes in them."""
+"""The cache manager allocates the pages of the key-value cache and the prefixes in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class CacheProtocol:
-    """Owns the pages of the key-value cache and the radix tree over them."""
+    """Allocates the pages of the key-value cache and keeps the radix tree over them."""
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class AllocatedPages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CommitTokens(msgspec.Struct, frozen=True, array_like=True):
-    """``tokens`` follow the ones the cache knows; the first ``computed`` of all are certainly in the cache's pages."""
+    """``tokens`` follow those of earlier commits; keys and values of the first ``computed`` of all are in the pages."""
 
     sequence: int
     tokens: bytes  # int32
@@ -72,7 +72,7 @@ class CacheUpdate(Message[CacheProtocol, CacheUpdated], frozen=True):
     """All that a step changes, in this order: commits, closed sequences (their pages are freed or
     left to the tree), allocations.
 
-    The scheduler is the only client and knows ``available``: pages it asks for are always allocated. Pages of the
+    Only the scheduler sends it, and requests at most ``available`` pages, so all are allocated. Pages of the
     bounded groups come with those of the main table; the scheduler admits no more sequences than they suffice for.
     """
 

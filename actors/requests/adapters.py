@@ -270,9 +270,9 @@ class Adapters:
         if adapter is None and self._lost.pop(name, None) is not None:
             return
         if adapter is None:
-            there = ", ".join(repr(each) for each in list(self._names)[:8]) or "none"
+            loaded = ", ".join(repr(each) for each in list(self._names)[:8]) or "none"
             raise InvalidRequest(
-                f"lora_name: no adapter {name[:128]!r} is loaded. Loaded (at most 8 are listed): {there}.",
+                f"lora_name: no adapter {name[:128]!r} is loaded. Loaded (at most 8 are listed): {loaded}.",
                 param="lora_name",
             )
         await asyncio.shield(self._forget(adapter))

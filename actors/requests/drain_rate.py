@@ -18,9 +18,8 @@ _MIN_SPAN_SECONDS = 0.25  # seconds of busy time below which there is no rate to
 class DrainRate:
     """Units (sequences, or prompt tokens) that end per second of busy time: an exponentially weighted average.
 
-    Idle time does not count: what ends slowly because little comes in says nothing of a full server. Refused
-    clients stand in an imaginary queue that empties at the measured rate, so that a thousand clients refused in one
-    moment do not all get the same second.
+    Idle time does not count: at low load few requests end, however many could. Refused clients are counted in a
+    queue that empties at the measured rate, so that many clients refused at once get different times to retry.
     """
 
     def __init__(self) -> None:

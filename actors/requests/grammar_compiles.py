@@ -62,9 +62,9 @@ class GrammarCompiles:
             self._known.move_to_end(key)
             return False
         place = (tenant, key)
-        own = sum(owner == tenant for owner, _ in self._waiting)
-        if place not in self._waiting and (own >= self._share or len(self._waiting) >= _WAITING):
-            raise CompilerBusy(f"{own} grammars of yours wait to be compiled.", retry_after=_RETRY_SECONDS)
+        of_tenant = sum(owner == tenant for owner, _ in self._waiting)
+        if place not in self._waiting and (of_tenant >= self._share or len(self._waiting) >= _WAITING):
+            raise CompilerBusy(f"{of_tenant} grammars of yours wait to be compiled.", retry_after=_RETRY_SECONDS)
         self._waiting[place] += 1
         try:
             answered = await self._ask(grammar, route)

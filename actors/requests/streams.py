@@ -26,7 +26,7 @@ class RequestStream:
     has, and with which few its prompt ends (``prompt_end``). :meth:`aclose` ends it early: the engine then frees its
     slot and pages. A stream that is simply dropped is ended so too, when it is collected.
 
-    Raises while iterating: ``InvalidRequest`` (behind the first delta only for a grammar that cannot go on),
+    Raises while iterating: ``InvalidRequest`` (after the first delta only for a grammar that cannot go on),
     ``RequestFailed``, ``RequestTimeout``, ``RequestAborted``, ``EngineFailed``.
     """
 

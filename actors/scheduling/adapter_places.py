@@ -14,9 +14,9 @@ class AdapterPlaces:
     """At most ``limit`` different adapters among the running sequences; 0: any number.
 
     Waiting sequences are examined in the order of the queue. The first of each adapter without a place closes, for all
-    behind it, the adapter with the fewest running sequences, the older one of equals: no more of it are admitted until
-    its running ones have ended, and their place is free. The lowest count never rises while somebody waits, so that
-    every wait is bounded, whatever arrives. Adapters that are not closed go on meanwhile.
+    after it, the adapter with the fewest running sequences, the older one of equals: no more of it are admitted until
+    its running ones have ended, and their place is free. The lowest count never rises while a sequence waits, so
+    that every wait is bounded, whatever arrives. Adapters that are not closed go on meanwhile.
     """
 
     def __init__(self, limit: int, running: Iterable[Sequence]) -> None:

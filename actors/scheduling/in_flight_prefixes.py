@@ -41,13 +41,13 @@ class InFlightPrefixes:
         group = self._prefills.get((waiting.spec.salt, waiting.spec.prompt[: self._page_bytes]))
         if group is None:
             return False
-        mine, pages = waiting.spec.prompt, self._shared_pages
+        prompt, pages = waiting.spec.prompt, self._shared_pages
         size = self._page_bytes * pages
-        usable = min(len(mine), 4 * (waiting.length - 1)) // size
-        return any(_shares(prefill.spec.prompt, mine, prefill.shared // pages, usable, size) for prefill in group)
+        usable = min(len(prompt), 4 * (waiting.length - 1)) // size
+        return any(_shares(prefill.spec.prompt, prompt, prefill.shared // pages, usable, size) for prefill in group)
 
 
-def _shares(theirs: bytes, mine: bytes, known: int, usable: int, size: int) -> bool:
-    """Whether both prompts fill the page after the ``known`` first ones and are equal up to its end."""
-    end = (known + 1) * size
-    return known < usable and len(theirs) >= end and theirs[:end] == mine[:end]
+def _shares(prefill: bytes, waiting: bytes, shared: int, usable: int, size: int) -> bool:
+    """Whether both prompts fill the page after the ``shared`` first ones and are equal up to its end."""
+    end = (shared + 1) * size
+    return shared < usable and len(prefill) >= end and prefill[:end] == waiting[:end]

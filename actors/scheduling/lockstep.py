@@ -18,7 +18,7 @@ __all__ = ["Lockstep", "Turn"]
 _log = logging.getLogger("troupe.scheduler")
 
 GRACE_SECONDS = 0.02
-"""Until a round begins without a replica that has not yet planned behind its last result."""
+"""Until a round begins without a replica that has not yet planned after its last result."""
 
 Tokens = tuple[int, ...]
 """The most tokens of a round's pass in each replica: with as many draft tokens as may be."""
@@ -40,7 +40,7 @@ class _Member:
         self.turns: deque[Turn] = deque()
         self.launch_empty: Callable[[int, Tokens], None] | None = None
         self.is_alive: Callable[[], bool] = lambda: False
-        self.settling = 0  # results behind which it has not planned yet
+        self.settling = 0  # results after which it has not planned yet
 
 
 class Lockstep:
@@ -95,7 +95,7 @@ class Lockstep:
             self._end_rounds()
 
     def settled(self, replica: int, results: int) -> None:
-        """A replica has planned behind so many of its results."""
+        """A replica has planned after so many of its results."""
         member = self._members[replica]
         member.settling = max(0, member.settling - results)
         self._advance()

@@ -243,8 +243,8 @@ class Planner:
 
     def _find(self, sequences: Iterable[int]) -> list[Sequence]:
         """The known sequences, each once."""
-        known = self._table.sequences
-        return [known[number] for number in dict.fromkeys(sequences) if number in known]
+        by_id = self._table.sequences
+        return [by_id[number] for number in dict.fromkeys(sequences) if number in by_id]
 
     def _with_time(self, times: list[tuple[float, int]], at: float, sequence: int) -> list[tuple[float, int]]:
         """The heap with one more time, and without ended sequences when they are most of it."""

@@ -398,10 +398,10 @@ class StepPlanning:
             prefix = yield from self._open(sequence)
             self._available = prefix.available - step.pages
             sequence.pages = len(prefix.pages) // 4
-            own = self._growth.pages((sequence,), size)
-            if table.running and own + reserve > self._available:
+            needed = self._growth.pages((sequence,), size)
+            if table.running and needed + reserve > self._available:
                 table.refuse(sequence)
-                self._blocked = (sequence.id, own)
+                self._blocked = (sequence.id, needed)
                 break
             table.start(sequence, prefix)
             places.take(sequence)

@@ -1,4 +1,4 @@
-"""Worker: runs one rank of the model in a child process, and owns the state of the slots on the device."""
+"""Worker: runs one rank of the model in a child process, and keeps the state of the slots on the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the number of devices must divide. The server checks what config.json says plainly before any worker starts; a
-worker, which knows the model's family, checks all sizes."""
+"""What the number of devices must divide. The server checks the plain sizes of config.json before any worker starts; a
+worker, which has the model's family, checks all sizes."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class LayerGroups:
         self._planned = (Paged, Latent) if planned else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
         self.has_latent = any(isinstance(group.group.spec, Latent) for group in groups)
-        own = ((Window, device.capture.holds_windows), (State, device.capture.holds_states))
-        captured = (*self._planned, *(kind for kind, holds in own if holds))
+        kinds = ((Window, device.capture.holds_windows), (State, device.capture.holds_states))
+        captured = (*self._planned, *(kind for kind, holds in kinds if holds))
         self.is_captured = all(isinstance(group.group.spec, captured) for group in groups)
         held = [layer for group in groups for layer in group.group.layers]
         by_layer: list[list[Any]] = [[] for _ in range(max(layers, 1 + max(held, default=-1)))]
@@ -79,14 +79,16 @@ class LayerGroups:
                 by_layer[layer].append(cache)
         self.caches: list[Any] = [tuple(caches) if len(caches) > 1 else next(iter(caches), None) for caches in by_layer]
         for layer, source in (shared or {}).items():
-            read, own = self.caches[source], self.caches[layer]
-            self.caches[layer] = read if own is None else (read, own)
+            read, written = self.caches[source], self.caches[layer]
+            self.caches[layer] = read if written is None else (read, written)
 
     def windows(self, windows: frozenset[int]) -> frozenset[int]:
         """The ``windows`` of the model that need a plan over the main pages."""
-        own = {group.group.spec.length for group in self.bounded if isinstance(group.group.spec, Window)}
+        bounded = {group.group.spec.length for group in self.bounded if isinstance(group.group.spec, Window)}
         return (
-            windows - own if any(isinstance(group.group.spec, self._planned) for group in self.groups) else frozenset()
+            windows - bounded
+            if any(isinstance(group.group.spec, self._planned) for group in self.groups)
+            else frozenset()
         )
 
     def place(
@@ -144,8 +146,8 @@ class LayerGroups:
         offsets = np.cumsum(rows.counts) - rows.counts
         positions = np.arange(len(row)) + np.repeat(rows.starts - offsets, rows.counts)
         index = pages[row, positions // size] * np.int64(size) + positions % size
-        own = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
-        plan = self._device.attention.plan_layers(own, spec.length)
+        group_rows = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
+        plan = self._device.attention.plan_layers(group_rows, spec.length)
         return BoundedRows(rows.starts, rows.counts, pages, size, self._device.memory.put(index), plan)
 
 

@@ -198,8 +198,8 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     )
     cache = choose_cache(config, whole, dtype, device)
     if config.pp_size > 1 and cache.scales is not None:
-        own = stage_layers(whole.layers, config.pp_rank, config.pp_size)
-        cache = replace(cache, scales=cache.scales[own.start : own.stop])
+        layers = stage_layers(whole.layers, config.pp_rank, config.pp_size)
+        cache = replace(cache, scales=cache.scales[layers.start : layers.stop])
     device.cache.dtype, device.cache.page_size = cache.dtype, config.page_size
     groups = _open_groups(config, part, cache, context, device)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
@@ -535,17 +535,17 @@ def load_model(
     if rows is not None:
         weight_bytes += rows.adapters.nbytes
     if speculation is not None:
-        own = draft_device(config, speculation, device, part.dtype)
-        if own is not device:
-            own.agree(group.minimum)
+        draft_on = draft_device(config, speculation, device, part.dtype)
+        if draft_on is not device:
+            draft_on.agree(group.minimum)
         draft_experts = _draft_experts(config, speculation, part, group, dtype, device)
-        before, read = own.linear.dequantized_bytes, weights.weight_bytes
+        before, read = draft_on.linear.dequantized_bytes, weights.weight_bytes
         if stage.is_last:
             drafter = make_drafter(
                 DrafterContext(
                     config,
                     speculation,
-                    own,
+                    draft_on,
                     mesh,  # with data-parallel attention each part drafts for its own requests
                     model,
                     part,
@@ -561,7 +561,7 @@ def load_model(
             drafter = StageDrafter(drafter, group, device, config.max_slots)
         assert drafter is not None
         weight_bytes += weights.weight_bytes - read  # a draft in the last stage may read the embeddings
-        draft_bytes = drafter.weight_bytes + own.linear.dequantized_bytes - before
+        draft_bytes = drafter.weight_bytes + draft_on.linear.dequantized_bytes - before
     max_drafts = drafter.max_nodes - 1 if drafter is not None else 0
     sizes = sizes.with_drafts(max_drafts).with_states(config.max_states, config.state_memory_ratio)
     group.minimum(0)  # a barrier: all ranks have read their weights before one waits in a collective
@@ -619,35 +619,19 @@ def load_model(
     clock.end("cache")
     progress("cache", 0.92)
     _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
-    info = ModelInfo(
-        architecture=part.architecture,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device.name,
-        cpu_isa=device.traits.cpu_isa,
-        cpu_operators=device.operators,
-        vocab_size=part.vocab_size,
-        context_length=context,
-        layers=opened.whole.layers,
-        hidden_size=part.hidden_size,
-        experts=(0, 0) if part.experts is None or stage.size > 1 else (part.layers, part.experts.chosen),
-        tasks=("generate", "embed", "score", "next_token") if part.pooling is None else (part.pooling.task,),
-        pooling=part.pooling,
-        parameters=weights.parameters if stage.size == 1 and make.places is None else _parameters(opened.whole),
+    one_copy = stage.size == 1 and make.places is None
+    info = _describe(
+        opened,
+        config,
+        device,
+        drafter,
+        context=context,
+        pages=pages,
+        sizes=sizes,
+        groups=groups,
+        parameters=weights.parameters if one_copy else _parameters(opened.whole),
         weight_bytes=weight_bytes,
-        num_pages=pages,
-        page_size=config.page_size,
-        cache_bytes=sizes.bytes(pages),
-        cache_groups=groups.groups,
-        cache_dtype=str(opened.cache.dtype or dtype).removeprefix("torch."),
-        cache_token_bytes=sizes.token_bytes,
-        load_seconds={},
-        speculative_nodes=drafter.max_nodes if drafter is not None else 1,
-        speculative_depth=drafter.depth if drafter is not None else 0,
-        speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
-        speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
-        speculative_decode_only=drafter is not None and device.traits.verifies_without_prefills,
-        draft_parameters=drafter.parameters if drafter is not None else 0,
-        draft_weight_bytes=draft_bytes,
+        draft_bytes=draft_bytes,
     )
     return LoadedModel(
         config,
@@ -668,6 +652,54 @@ def load_model(
         rebalancer,
         draft_experts,
         group if stage.size == 1 else mesh,
+    )
+
+
+def _describe(
+    opened: OpenModel,
+    config: RunnerConfig,
+    device: Device,
+    drafter: Drafter | None,
+    *,
+    context: int,
+    pages: int,
+    sizes: GroupSizes,
+    groups: LayerGroups,
+    parameters: int,
+    weight_bytes: int,
+    draft_bytes: int,
+) -> ModelInfo:
+    """The loaded model, its cache and its drafter as the scheduler sees them."""
+    part, speculation = opened.part, config.speculation
+    return ModelInfo(
+        architecture=part.architecture,
+        dtype=str(opened.dtype).removeprefix("torch."),
+        device=device.name,
+        cpu_isa=device.traits.cpu_isa,
+        cpu_operators=device.operators,
+        vocab_size=part.vocab_size,
+        context_length=context,
+        layers=opened.whole.layers,
+        hidden_size=part.hidden_size,
+        experts=(0, 0) if part.experts is None or config.pp_size > 1 else (part.layers, part.experts.chosen),
+        tasks=("generate", "embed", "score", "next_token") if part.pooling is None else (part.pooling.task,),
+        pooling=part.pooling,
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        num_pages=pages,
+        page_size=config.page_size,
+        cache_bytes=sizes.bytes(pages),
+        cache_groups=groups.groups,
+        cache_dtype=str(opened.cache.dtype or opened.dtype).removeprefix("torch."),
+        cache_token_bytes=sizes.token_bytes,
+        load_seconds={},
+        speculative_nodes=drafter.max_nodes if drafter is not None else 1,
+        speculative_depth=drafter.depth if drafter is not None else 0,
+        speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
+        speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
+        speculative_decode_only=drafter is not None and device.traits.verifies_without_prefills,
+        draft_parameters=drafter.parameters if drafter is not None else 0,
+        draft_weight_bytes=draft_bytes,
     )
 
 

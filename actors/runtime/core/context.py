@@ -48,7 +48,7 @@ class ActorContext(Generic[P]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether this incarnation has not ended. What it asks behind its end is not sent."""
+        """Whether this incarnation has not ended. Messages after its end are not sent."""
         return not self._incarnation.ended
 
     def watch(self, ref: ActorRef[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Incarnation: one run of an actor, from ``started`` to its end. A restart is a new one behind the same mailbox."""
+"""Incarnation: one run of an actor, from ``started`` to its end. A restart is a new one with the same mailbox."""
 
 import asyncio
 import math

@@ -113,9 +113,9 @@ class DraftLimits:
             policy.add_prompts()
         if not flight.adapted:
             return
-        alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes
+        is_one_decode = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes
         if not result.drafted:
-            if not alone:
+            if not is_one_decode:
                 policy.add_untimed(flight.adapted, 0, 0, 0)
             elif flight.max_extra:
                 policy.add_empty(flight.adapted, result.timing.total)
@@ -133,7 +133,7 @@ class DraftLimits:
             if sequence.acceptance is not None and tokens:
                 policy.add_accepted(sequence.acceptance, tokens - 1, depth)
         levels, nodes = max(depths), sum(drafted)
-        if not alone:
+        if not is_one_decode:
             policy.add_untimed(flight.adapted, levels, nodes, right)
         elif nodes:
             policy.add_timed(flight.adapted, levels, nodes, result.timing.total, right)

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from kernels.contract.errors import UnsupportedError
 from kernels.devices.native_cache import UntrustedCache, check_trusted, make_private, native_cache
 
 __all__ = ["LIBRARIES", "BuildError", "cann_libraries"]
@@ -80,10 +81,12 @@ def _demand_trusted(*paths: Path) -> None:
 
 
 def package(name: str) -> Path:
-    """The folder of an installed package, found without importing it."""
+    """The folder of an installed package, found without importing it. Raises UnsupportedError for a missing one."""
     result = importlib.util.find_spec(name)
     if result is None or result.origin is None:
-        raise BuildError(f"{name} is not installed: pip install 'troupe-llm[npu-sim]'")
+        raise UnsupportedError(
+            f"simulated NPUs need {name}, which is not installed: pip install -e '.[npu-sim]', or use --device cpu"
+        )
     return Path(result.origin).parent
 
 

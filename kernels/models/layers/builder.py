@@ -31,7 +31,7 @@ class LayerBuilder:
     """Makes layers of the tensors of ``source``, with the operators ``ops`` of a device, for one rank of ``mesh``.
 
     ``rows``: which rows use which adapter; None: the model has no adapters, and layers are made as if there were none.
-    ``routes``: of the model's layers of experts. ``shared``: who shares them, with data-parallel attention;
+    ``routes``: of the model's layers of experts. ``shared``: the ranks that share them, with data-parallel attention;
     ``ep_size``: parts that ranks divide a layer's experts into. ``places``: of these; None: they are in their order.
     ``context_parallel``: divides the tokens of a pass; None: every rank runs them all.
     A module is a tensor's name without ``.weight``. Several modules are fused along their outputs.

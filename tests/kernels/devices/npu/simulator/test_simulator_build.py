@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels.devices.npu_simulator.build import LIBRARIES, BuildError, cann_libraries
+from kernels.contract.errors import UnsupportedError
+from kernels.devices.npu_simulator.build import LIBRARIES, BuildError, cann_libraries, package
 
 BUILD = "from kernels.devices.npu_simulator.build import cann_libraries; print(cann_libraries())"
 
@@ -92,3 +93,9 @@ activate("A2")
     _, err = process.communicate(timeout=400)
     assert process.returncode == 1
     assert "before the first import of torch" in err
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install -e '\.\[npu-sim\]'"):
+        package("torch_npu")
