@@ -1,7 +1,8 @@
 """Streams with LoRA adapters on a GPU, as many tokens a second as without, through a ModelRunner.
 
 Adapters of rank 16 change all linear layers of attention and feed-forward; prompts have 512 tokens and outputs 128.
-``not loaded``: a runner without room for adapters; ``none``: one with 16 of them, which no request uses.
+``not loaded``: a runner without room for adapters; ``none``: one with 16 of them, which no request uses. The time to
+the first tokens is that of all streams' prompts.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from __future__ import annotations
 import gc
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kernels.contract.adapters import AdapterSettings
+from kernels.contract.info import ModelInfo
 from tests.bench._device_rows import write_model
 from tests.bench._device_runner import Requests, load
 from tests.bench._record import record
+
+if TYPE_CHECKING:
+    from kernels.execution.runner import ModelRunner
 
 __all__ = ["adapters"]
 
@@ -26,7 +32,8 @@ def adapters(names: list[str], directory: Path) -> None:
     """Measure, print and record models: rounds without adapters, then those with them on a runner of their own."""
     from tests.kits.adapters import adapted_modules, save_adapter
 
-    print("\n| model | streams | adapters | tokens/s | of those without |\n|---|---|---|---|---|", flush=True)
+    print("\n| model | streams | adapters | tokens/s | first tokens, ms | of those without |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     for name in names:
         path = write_model(name, directory)
         adapter = save_adapter(directory / f"adapter-{name}", adapted_modules(path), 1, _RANK, scale=5e-5)
@@ -35,30 +42,34 @@ def adapters(names: list[str], directory: Path) -> None:
 
 
 def _measure(
-    name: str, path: Path, adapter: Path | None, kinds: tuple[str, ...], base: dict[int, float]
-) -> dict[int, float]:
-    """Tokens a second by number of streams, of the last kind."""
+    name: str, path: Path, adapter: Path | None, kinds: tuple[str, ...], base: dict[int, tuple[float, float]]
+) -> dict[int, tuple[float, float]]:
+    """Tokens a second, and milliseconds to the first tokens, by number of streams, of the last kind."""
     settings = AdapterSettings(max_rank=_RANK, max_batch=_LOADED) if adapter is not None else None
     runner, info = load(path, adapters=settings)
     if adapter is not None:
         for index in range(1, _LOADED + 1):
             runner.load_adapter(index, str(adapter))
-    result: dict[int, float] = {}
+    result: dict[int, tuple[float, float]] = {}
     for streams in _STREAMS:
         for kind in kinds:
             used = int(kind) if kind.isdigit() else 0
             if used > streams:
                 continue
-            Requests(runner, info, streams, _PROMPT, _OUTPUT, used).run()
-            seconds = [Requests(runner, info, streams, _PROMPT, _OUTPUT, used).run() for _ in range(_ROUNDS)]
-            rates = [streams * _OUTPUT / each for each in seconds]
-            result[streams] = statistics.median(rates)
+            for output in (_OUTPUT, 1):
+                Requests(runner, info, streams, _PROMPT, output, used).run()
+            rates = [streams * _OUTPUT / _seconds(runner, info, streams, _OUTPUT, used) for _ in range(_ROUNDS)]
+            firsts = [1e3 * _seconds(runner, info, streams, 1, used) for _ in range(_ROUNDS)]
+            rate, first = result[streams] = statistics.median(rates), statistics.median(firsts)
             point = f"{name} {streams} streams, adapters: {kind}"
             record(point, "throughput", rates, "tokens/s")
-            line = f"| {name} | {streams} | {kind} | {result[streams]:.0f} |"
+            record(point, "time to first token", firsts, "ms")
+            line = f"| {name} | {streams} | {kind} | {rate:.0f} | {first:.1f} |"
             if base:
-                record(point, "speed, of that without", result[streams] / base[streams], "times")
-                line += f" {result[streams] / base[streams]:.3f} |"
+                speed, time = rate / base[streams][0], first / base[streams][1]
+                record(point, "speed, of that without", speed, "times")
+                record(point, "time to first token, of that without", time, "times")
+                line += f" {speed:.3f}, {time:.3f} |"
             print(line, flush=True)
     runner.close()
     del runner
@@ -67,3 +78,7 @@ def _measure(
 
     torch.cuda.empty_cache()
     return result
+
+
+def _seconds(runner: ModelRunner, info: ModelInfo, streams: int, output: int, used: int) -> float:
+    return Requests(runner, info, streams, _PROMPT, output, used).run()

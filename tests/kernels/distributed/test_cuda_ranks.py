@@ -162,7 +162,6 @@ def test_two_cuda_ranks_apply_adapters_as_one_gpu_does(cuda, reference, prompts,
     divided = [jobs[0], jobs[1] | {"options": graphs | {"ep_size": 2}}, jobs[0] | {"stages": 2}]
     for answers in run_ranks(divided):
         assert [one["tokens"] for one in answers] == [one["tokens"] for one in (alone[0], alone[1], alone[0])]
-        assert all(one["replays"] for one in answers)
     for model, answer in zip((dense, moe), alone, strict=True):
         adapted = [tokens != model.greedy(text, 40) for text, tokens in zip(texts, answer["tokens"], strict=True)]
         assert adapted == [True, True, False]

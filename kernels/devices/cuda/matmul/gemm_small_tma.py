@@ -58,6 +58,7 @@ _SHALLOW: Final = 3
 _MULTIPROCESSORS: Final = 132  # of an H200
 _SHARED: Final = (228 - 2 - 1) * 1024  # bytes of a multiprocessor for two programs, without the barriers
 _EXTENDED: Final = 10  # stages at most, beside a program for A
+_WHOLE: Final = 64  # stages of inputs from which parts pay with adapters, too; measured
 _PROGRAMS: Final = {16: 2 * _MULTIPROCESSORS, 32: _MULTIPROCESSORS, 64: _MULTIPROCESSORS}
 """More tokens need more summation. Measured."""
 _FEW = 48  # fewer programs are too few
@@ -473,8 +474,9 @@ def multiply(
     bits = 16 if scales is None else 8
     token_block, splits, stages = choose_split(len(x), outputs, inputs * bits // 16, gated)
     if extension is not None:
-        if not gated and tiles * triton.cdiv(len(x), token_block) > _FEW:  # the sum of parts would wait for A, too
-            splits, stages = 1, _EXTENDED
+        steps = triton.cdiv(inputs, _BLOCK)
+        if not gated and tiles * triton.cdiv(len(x), token_block) > _FEW and steps < _WHOLE:
+            splits, stages = 1, _EXTENDED  # the sum of parts would wait for A, too
         memory = _SHARED - extension.shared
         stages = min(stages, memory // ((halves * _ROWS + token_block) * _BLOCK_BYTES))
     parts = triton.cdiv(len(x), token_block)

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.core.layer_context import LayerContext
 from kernels.devices.cuda.launch import overlapping
+from kernels.devices.cuda.matmul.low_rank_many import LowRankMany
 from kernels.devices.cuda.matmul.low_rank_one import Adapter
 from kernels.devices.low_rank import LowRankDelta
 
@@ -31,6 +32,7 @@ _SPLIT: Final = 512  # inputs of a program, where there are so few rows that the
 _MAX_SPLITS: Final = 16
 _INVARIANT_SPLITS: Final = 4  # of any number of rows
 _FEW: Final = 256  # rows
+_SMALL: Final = 64  # most rows of the kernels that wait for few
 _OUTPUTS: Final = 64  # of a program of the product, all of one module
 _MAX_RANK: Final = 128  # of a program: more does not fit shared memory in float32
 
@@ -166,17 +168,28 @@ class CudaLowRankDelta(LowRankDelta):
         self._counters = torch.zeros(down[:, :, 0].numel() + 1, dtype=torch.int32, device=down.device)
         self._sums = torch.zeros(down.shape[1], dtype=torch.int64, device=down.device)
         self._current, self._run = context.count_passes(), 0
+        self._prompts: LowRankMany | None = None
+        if not invariant and down.element_size() == 2 and down.is_contiguous() and up.stride(1) == 1:
+            self._prompts = LowRankMany.of(down, _by_outputs(up), self.columns, self.rank)
 
     def __call__(self, x: Tensor, outputs: Tensor) -> Tensor:
         """``x`` [rows, inputs], ``outputs`` [rows, outputs], which is overwritten and returned."""
         if self.context.idle:
             return outputs
+        if (many := self._takes(x)) is not None:
+            return many.add(x, self.context.rows, outputs, adds=True)
         return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs, invariant=self._invariant)
 
     def alone(self, x: Tensor) -> Tensor:
         """What is added, [rows, outputs], for a product that adds itself to it."""
         outputs = x.new_empty((len(x), self.up.shape[2]))
+        if (many := self._takes(x)) is not None:
+            return many.add(x, self.context.rows, outputs, adds=False)
         return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs, adds=False)
+
+    def _takes(self, x: Tensor) -> LowRankMany | None:
+        """The kernels for many tokens, if they support these."""
+        return self._prompts if len(x) > _SMALL and x.dtype == self.down.dtype else None
 
     @property
     def extends(self) -> bool:

@@ -37,8 +37,8 @@ STEP: Final = 64
 _ROWS: Final = 64  # of A: what wgmma takes
 _BLOCK: Final = 128  # inputs of a stage
 _WARPS: Final = 4
-_STAGES: Final = 2  # in flight: more take shared memory of the product
-_SPLITS: Final = 24  # at most
+_STAGES: Final = 3  # in flight
+_SPLITS: Final = 12  # at most
 _MIN_BLOCK: Final = 16  # tokens
 _ADDED: Final = 8192  # numbers of the parts that are added at once
 

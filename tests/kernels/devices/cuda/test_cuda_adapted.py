@@ -83,6 +83,30 @@ def test_a_product_has_what_its_rows_adapters_add(kind, rank, inputs, tokens, pl
         products.assert_close(products.linear(x), products.expected(x.float()))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "rank", "inputs", "tokens"),
+    [
+        ((200, 40, 40), 24, 328, 65),
+        ((256, 64, 64), 16, 1040, 200),
+        ((300,), 8, 4112, 200),
+        ((128,), 64, 512, 70),
+        ((320, 64), 80, 304, 200),
+        ((104, 104), 16, 304, 200),
+        ((64, 64), 40, 1040, 70),
+    ],
+)
+def test_prompts_and_decodes_share_a_product(sizes, rank, inputs, tokens, biased, device):
+    gated = sizes[0] == sizes[-1] and len(sizes) == 2
+    products = Products(device, dtypes(device), rank, inputs, sizes, gated, biased)
+    prompts = [9] * (tokens - 50) if tokens < 150 else [4] * 20 + [0] * 70 + [1] * (tokens - 140)
+    for places in ([*range(PLACES)] * 4 + [0, 0] + prompts, [7] * tokens, [0] * 64 + [11] * (tokens - 64)):
+        x = products.tokens(tokens, *places)
+        expected = products.expected(x.float())
+        for _ in range(2):  # nothing is left behind
+            products.assert_close(products.linear(x), expected)
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Counts launches of the kernel for one token."""
@@ -134,7 +158,7 @@ def test_a_layer_runs_twice_in_one_pass(device, launches):
     assert len(launches) == 1  # the second would take sums of the first
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 2050])
+@pytest.mark.parametrize("tokens", [1, 5, 70, 2050])
 def test_a_product_for_the_stream_has_what_adapters_add(tokens, device):
     products = Products(device, dtypes(device), 16, 256, (64,))
     x, residual = products.tokens(tokens, 2, 0), torch.randn(tokens, 64).to(device, products.dtype)

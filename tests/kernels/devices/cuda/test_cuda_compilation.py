@@ -110,7 +110,7 @@ def adapters(dtype):
 
 
 def adapted_products(dtype):
-    """Products of 16 adapters' rows, of one token and of a few."""
+    """Products of 16 adapters' rows, of one token, of a few, and of prompts."""
     context = LayerContext(None, torch.device("meta"))
     for sizes, inputs, gated in (
         ((4096, 1024, 1024), 4096, False),
@@ -124,7 +124,7 @@ def adapted_products(dtype):
         delta = CudaLowRankDelta(context, down, up, sizes)
         weight, norm = empty(sum(sizes), inputs, dtype=dtype), CudaNorm(empty(inputs, dtype=dtype), 1e-5)
         linear = CudaLinear(weight, None, gated=gated, delta=delta)
-        for tokens in (1, 16, 64):
+        for tokens in (1, 16, 64, 100, 2048):
             x = empty(tokens, inputs, dtype=dtype)
             context.enter(empty(tokens, dtype=torch.int64))
             linear(x)
@@ -343,6 +343,7 @@ SPILLED = {
     "verify_attention_kernel": 512,
     "gemv_quantized_kernel": 128,
     "low_rank_up_kernel": 64,
+    "low_rank_many_up_kernel": 64,
 }
 """Bytes that some kernels write for want of registers, on some devices or with some sizes of pages: known, and little
 beside what they read."""
