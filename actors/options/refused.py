@@ -730,7 +730,7 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Kernels",
-        reason="its keys choose kernels, layouts and streams of vLLM-Ascend, which the device decides on here",
+        reason="its keys choose kernels, layouts and streams of vLLM-Ascend, which the device chooses here",
         remedy="leave it out; --enable-eplb balances experts",
         unset=("additional-config",),
     ),

@@ -24,9 +24,9 @@ _REFUSED = {
     "enforce_eager": "a draft is captured as the model is; leave it out, or give --enforce-eager for both",
     "draft_tensor_parallel_size": "a draft runs on the devices of the model; leave it out",
     "max_model_len": "a draft reads as much as the model; leave it out, or give --max-model-len for both",
-    "disable_padded_drafter_batch": "the engine decides how drafts are batched; leave it out",
+    "disable_padded_drafter_batch": "the engine chooses how drafts are batched; leave it out",
     "rejection_sample_method": "draft tokens are accepted as --speculative-accept-threshold-single says; leave it out",
-    "draft_sample_method": "the engine decides how draft tokens are chosen; leave it out",
+    "draft_sample_method": "the engine chooses how draft tokens are chosen; leave it out",
 }
 _NAMES = {name for argument in SPECULATIVE_ARGUMENTS for name in (argument.name, *argument.aliases)}
 _METHODS = next(a for a in SPECULATIVE_ARGUMENTS if a.name == "speculative-algorithm").synonyms

@@ -33,7 +33,7 @@ class Gemma4Parser(StreamingParser):
         self.end_call()
 
     def _members(self, sink: Sink, depth: int) -> Reading[None]:
-        """The members of an object and its end, behind its begin."""
+        """The members of an object after its start, and its end."""
         sink("{")
         yield from self.space()
         first = True
@@ -92,7 +92,7 @@ class Gemma4Parser(StreamingParser):
         sink(self.take(1))
 
     def _string(self, sink: Sink) -> Reading[None]:
-        """A string and its end, behind its begin."""
+        """A string after its start, and its end."""
         sink('"')
         if not (yield from self.until((_QUOTE,), lambda text: sink(_json(text)[1:-1]))):
             raise IncompleteCall
@@ -101,7 +101,7 @@ class Gemma4Parser(StreamingParser):
     @classmethod
     def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
         end = rules.text("}<tool_call|>")
-        written, alone = end, end  # what follows behind a value, and where there is none yet
+        written, alone = end, end  # what follows a value, and what stands where there is none yet
         for key, part, needed in reversed(list(members(schema))):
             value = f"{rules.text(f'{key}:')} {rules.json(placed(part, schema))} {written}"
             written, alone = (

@@ -62,7 +62,7 @@ class PythonicParser(StreamingParser):
     @classmethod
     def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
         """Values are JSON, which is read as Python."""
-        written, alone = '")"', '")"'  # what follows behind a value, and where there is none yet
+        written, alone = '")"', '")"'  # what follows a value, and what stands where there is none yet
         for key, part, needed in reversed(list(members(schema))):
             if not key.isidentifier():
                 raise Unenforceable(f"the name {key[:32]!r}")

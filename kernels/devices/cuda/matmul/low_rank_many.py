@@ -153,7 +153,7 @@ def low_rank_many_up_kernel(
     column = tl.multiple_of(begin, unit) + tl.arange(0, block)
     inside = column < tl.multiple_of(limit, unit)
     row = tl.program_id(1) * row_block + tl.arange(0, row_block)
-    width = eights * 8  # so that the compiler knows rows to begin at multiples of 16 bytes
+    width = eights * 8  # shows the compiler that rows begin at multiples of 16 bytes
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
