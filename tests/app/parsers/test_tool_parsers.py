@@ -285,6 +285,13 @@ def test_a_value_of_gemma_4_that_is_no_word_stays_text(text: str, rest: str) -> 
     assert (content, calls) == (f"{rest}}}", [("add", '{"a": ')])
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_lfm2_writes_json_where_a_prompt_asks_for_it(size: int) -> None:
+    text = f"<|tool_call_start|>{written('json', OSLO, ADD)}<|tool_call_end|>so"
+    content, calls = read([text[at : at + size] for at in range(0, len(text), size)], "lfm2")
+    assert (content, values(calls)) == ("so", [OSLO, ADD])
+
+
 def test_auto_falls_back_on_the_family() -> None:
     assert output_format(None, None, None, "GptOssForCausalLM").harmony
     assert output_format(None, None, None, "Llama4ForCausalLM").tools is TOOL_PARSERS["llama4"]
