@@ -78,7 +78,9 @@ class Stage:
         restarts = sum(one["value"] for one in self.prometheus.query("sum(troupe_restarts_total)"))
         [worker] = get(self.server, "/server_info").json()["workers"]
         os.kill(worker["pid"], signal.SIGKILL)
-        self.prometheus.wait_until(f"sum(troupe_restarts_total) > {restarts} and sum(rate(troupe_steps_total[20s])) > 0")
+        self.prometheus.wait_until(
+            f"sum(troupe_restarts_total) > {restarts} and sum(rate(troupe_steps_total[20s])) > 0"
+        )
 
     def expression(self, text: str) -> str:
         """A panel's query with Grafana's variables filled in."""
