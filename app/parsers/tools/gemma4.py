@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from app.parsers.base import IncompleteCall, ParseError, Reading, Sink, StreamingParser
@@ -15,10 +17,13 @@ __all__ = ["Gemma4Parser"]
 
 _QUOTE = '<|"|>'
 _DEPTH = 64
+_BARE = re.compile(r"[^,}\]<]*")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null", "nil": "null"}
 
 
 class Gemma4Parser(StreamingParser):
-    """Strings may be JSON, too: grammars ask for JSON values."""
+    """Strings may be JSON, too: grammars ask for JSON values. Words without quotes are strings, None is null."""
 
     OPEN = ("<|tool_call>",)
     MARKS = ("<tool_call|>",)
@@ -74,8 +79,21 @@ class Gemma4Parser(StreamingParser):
             yield from self._members(sink, depth)
         elif first == "[":
             yield from self._items(sink, depth)
+        elif first == '"':
+            yield from self.json_string(sink)
         else:
-            yield from self.json_value(sink)
+            yield from self._bare(sink)
+
+    def _bare(self, sink: Sink) -> Reading[None]:
+        """A number, or words."""
+        parts: list[str] = []
+        yield from self.run(_BARE, parts.append)
+        text = "".join(parts).strip()
+        if not self._text:  # cut: what begins as a number or word may go on as another
+            raise IncompleteCall
+        if not text or self._text[0] == "<":
+            raise ParseError(f"{text[:32]!r} is no value")
+        sink(text if _NUMBER.fullmatch(text) else _WORDS.get(text.lower(), _json(text)))
 
     def _items(self, sink: Sink, depth: int) -> Reading[None]:
         sink(self.take(1))

@@ -36,7 +36,8 @@ class PythonicParser(StreamingParser):
     def at_start(self) -> Reading[None]:
         yield from self.symbol("[")
         while True:
-            yield from self._call()
+            yield from self.space()
+            yield from self.json_call() if (yield from self.peek()) == "{" else self._call()
             if (yield from self.symbol(",", "]")) == "]":
                 return
 
@@ -184,7 +185,7 @@ class Llama4Parser(PythonicParser):
 
 
 class Lfm2Parser(Llama4Parser):
-    """LFM2 puts other marks around the list; text may follow it."""
+    """LFM2 puts other marks around the list, whose calls are JSON where a prompt asks for it; text may follow it."""
 
     OPEN = ("<|tool_call_start|>",)
     MARKS = ("<|tool_call_end|>",)

@@ -8,7 +8,8 @@ NF4's or FP4's. ``weight.absmax`` is the factor of each block: f32, or with doub
 kernel multiplies with such a table, so that these weights are read as floats.
 
 ``load_in_8bit`` (LLM.int8, arXiv 2208.07339): ``weight`` int8, and ``SCB`` f32 [outputs], the largest magnitude of each
-output. Inputs stay in floats here, so that ``llm_int8_threshold`` has nothing to keep apart.
+output. ``weight_format`` is 0 where the weight is not in tiles. Inputs stay in floats here, so that
+``llm_int8_threshold`` has nothing to keep apart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from kernels.contract.errors import ConfigError, LoadError
 from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import Int8Weight, QuantizedWeight
-from kernels.weights.tensors import Tensors, TensorSpec
+from kernels.weights.tensors import TensorSpec
 
 __all__ = ["BitsAndBytes"]
 
@@ -40,7 +41,7 @@ class _State(msgspec.Struct):
     shape: list[int]
     blocksize: int
     nested_blocksize: int = _NESTED
-    nested_offset: float = 0.0
+    nested_offset: float | None = None
 
 
 class BitsAndBytes(Scheme):
@@ -62,7 +63,11 @@ class BitsAndBytes(Scheme):
         name, count = weight.name, math.prod(weight.shape)
         if not self._four:
             scales = StoredTensor(("F32",), ((weight.shape[0],),))
-            return {name: StoredTensor(("I8",), (weight.shape,)), f"{weight.module}.SCB": scales}
+            return {
+                name: StoredTensor(("I8",), (weight.shape,)),
+                f"{weight.module}.SCB": scales,
+                f"{weight.module}.weight_format": StoredTensor(("U8",), ((),), optional=True),
+            }
         blocks = [-(-count // size) for size in _BLOCKS]
         return {
             name: StoredTensor(("U8",), ((-(-count // 2), 1),)),
@@ -78,18 +83,21 @@ class BitsAndBytes(Scheme):
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight | Tensor:
         if self._four:
             return _floats(files, weight)
+        order = f"{weight.module}.weight_format"
+        if files.has(order) and (found := int(files.read(order))):
+            raise LoadError(
+                f"{order} is {found}, an order of tiles that is not supported; supported is 0, row after row: save the "
+                "model with a newer bitsandbytes"
+            )
         scales = files.read(f"{weight.module}.SCB").float() / 127
         return Int8Weight(files.read(weight.name), scales, activation=None)
-
-    def ignores(self, name: str, tensors: Tensors) -> bool:
-        return name.endswith(".weight_format")
 
 
 def _floats(files: Files, weight: TensorSpec) -> Tensor:
     """The weight in float32. Raises LoadError."""
     name, codes, absmax = weight.name, files.read(weight.name).flatten(), files.read(f"{weight.name}.absmax")
-    state = _state(files, weight, len(absmax))
-    if absmax.dtype == torch.uint8:
+    state = _state(files, weight, absmax)
+    if state.nested_offset is not None:
         table, outer = files.read(f"{name}.nested_quant_map"), files.read(f"{name}.nested_absmax")
         if -(-len(absmax) // state.nested_blocksize) != len(outer):
             raise LoadError(f"{name}.nested_absmax does not have a number for each {state.nested_blocksize} blocks")
@@ -102,26 +110,31 @@ def _floats(files: Files, weight: TensorSpec) -> Tensor:
     return pairs[:count].mul_(factors).view(weight.shape)
 
 
-def _state(files: Files, weight: TensorSpec, blocks: int) -> _State:
-    """The sizes of a weight with so many ``blocks``. Raises LoadError."""
-    name, count = weight.name, math.prod(weight.shape)
+def _state(files: Files, weight: TensorSpec, absmax: Tensor) -> _State:
+    """The sizes of a weight with the factors ``absmax``, and an offset where these are codes. Raises LoadError."""
+    name, count, blocks, nested = weight.name, math.prod(weight.shape), len(absmax), absmax.dtype == torch.uint8
     stored = next((f"{name}.{state}" for state in _STATES if files.has(f"{name}.{state}")), None)
     if stored is None:
+        if nested:
+            raise LoadError(
+                f"{name}.{_STATES[0]} is missing, which has the nested_offset of {name}.absmax; download the "
+                "checkpoint again"
+            )
         size = next(size for size in _BLOCKS if -(-count // size) == blocks)
         return _State(list(weight.shape), size)
     try:
         state = msgspec.json.decode(bytes(files.read(stored).tolist()), type=_State)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise LoadError(f"{stored} cannot be read ({error}); download the checkpoint again") from error
-    if (
-        state.blocksize not in _BLOCKS
-        or state.nested_blocksize not in _BLOCKS
-        or not math.isfinite(state.nested_offset)
-    ):
+    if state.blocksize not in _BLOCKS or state.nested_blocksize not in _BLOCKS:
         raise LoadError(f"{stored} has a blocksize of {state.blocksize}, or in it one of {state.nested_blocksize}")
     if tuple(state.shape) != weight.shape or -(-count // state.blocksize) != blocks:
         raise LoadError(
             f"{stored} is of a weight {state.shape} in blocks of {state.blocksize}, and {name} is {list(weight.shape)} "
             f"with {blocks} blocks: check that both come from one model"
         )
+    if not nested:
+        state.nested_offset = None
+    elif state.nested_offset is None or not math.isfinite(state.nested_offset):
+        raise LoadError(f"{stored} has no nested_offset, which {name}.absmax needs; download the checkpoint again")
     return state

@@ -36,7 +36,11 @@ _DTYPES: Mapping[str, str] = {"fp8_e4m3": "F8_E4M3", "int8": "I8", "fp4": "U8"}
 """Dtypes in safetensors by Quark's names."""
 _ROTATIONS = ("r3", "r4", "online_r1_rotation")
 """Settings of rotations that a model computes while it runs."""
-_UNREAD = (".output_scale", ".output_zero_point", ".weight_zero_point", ".input_zero_point")
+_UNREAD = (
+    *(".input_scale", ".output_scale", ".prob_output_scale"),
+    *(".output_zero_point", ".weight_zero_point", ".input_zero_point"),
+)
+"""Ends of names of tensors that may stand in files: caches and inputs of MXFP4 have scales of their own here."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,12 @@ class Quark(Scheme):
     """``settings``: quantization_config. Raises ConfigError."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        for algorithm in settings.get("algo_config") or ():
-            online = [key for key in _ROTATIONS if isinstance(algorithm, Mapping) and algorithm.get(key)]
+        algorithms = settings.get("algo_config") or []
+        algorithms = [algorithms] if isinstance(algorithms, Mapping) else algorithms
+        if not isinstance(algorithms, list) or not all(isinstance(one, Mapping) for one in algorithms):
+            raise ConfigError("quantization_config: algo_config must be a list of objects")
+        for algorithm in algorithms:
+            online = [key for key in _ROTATIONS if algorithm.get(key)]
             if online:
                 raise ConfigError(
                     f"quantization_config: algo_config has {online[0]}, a rotation that the model computes while it "
@@ -72,13 +80,14 @@ class Quark(Scheme):
         self._layers = {str(name): _kind(own, f"layer_quant_config.{name}") for name, own in layers.items()}
         self.name = f"quark {'; '.join(dict.fromkeys(kind.name for kind in (self._all, *self._layers.values())))}"
 
-    def _kind(self, module: str) -> _Kind:
-        names = (module, *wrapped_names(module))
+    def _kind(self, weight: TensorSpec) -> _Kind:
+        modules = (weight.module, *(alias.removesuffix(".weight") for alias in weight.aliases))
+        names = [name for module in modules for name in (module, *wrapped_names(module))]
         found = (own for name, own in self._layers.items() if any(fnmatchcase(one, name) for one in names))
         return next(found, self._all)
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
-        module, (outputs, inputs), kind = weight.module, weight.matrix, self._kind(weight.module)
+        module, (outputs, inputs), kind = weight.module, weight.matrix, self._kind(weight)
         name, scale, dtype = f"{module}.weight", f"{module}.weight_scale", _DTYPES[kind.dtype]
         if kind.dtype == "fp4":
             groups = groups_of(module, MX_GROUP, inputs)
@@ -93,7 +102,7 @@ class Quark(Scheme):
         return result
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
-        module, kind = weight.module, self._kind(weight.module)
+        module, kind = weight.module, self._kind(weight)
         values, scale = files.read(f"{module}.weight"), f"{module}.weight_scale"
         if kind.dtype == "fp4":
             powers = exponents(files, scale)
@@ -135,9 +144,10 @@ def _kind(settings: object, field: str) -> _Kind:
         return _Kind(dtype, None)
     if inputs.get("is_dynamic") or dtype == "fp4":
         return _Kind(dtype, "dynamic")
-    if inputs.get("qscheme") != "per_tensor" or (dtype == "int8" and inputs.get("symmetric") is False):
+    asymmetric = dtype == "int8" and inputs.get("symmetric") is False
+    if inputs.get("qscheme") != "per_tensor" or asymmetric or inputs.get("dtype", dtype) != dtype:
         raise ConfigError(
             f"quantization_config: {field}.input_tensors with static scales must be symmetric and have qscheme "
-            "per_tensor"
+            f"per_tensor, and the weight's dtype, {dtype}"
         )
     return _Kind(dtype, "static")

@@ -270,6 +270,28 @@ def test_gemma_4_may_quote_keys_and_write_json() -> None:
     assert (content, values(calls)) == ("so", [("add", {"a": "1:{", "b": {}, "c": []})])
 
 
+@pytest.mark.parametrize("size", [1, 100])
+def test_gemma_4_may_write_words_without_quotes(size: int) -> None:
+    """Its template writes None so."""
+    text = "<|tool_call>call:add{a:None,b:[nil, -1.5e3 ,null],c:{d:fast car\n,e:true}}<tool_call|>so"
+    content, calls = read([text[at : at + size] for at in range(0, len(text), size)], "gemma4")
+    expected = {"a": None, "b": [None, -1500.0, None], "c": {"d": "fast car", "e": True}}
+    assert (content, values(calls)) == ("so", [("add", expected)])
+
+
+@pytest.mark.parametrize(("text", "rest"), [("a:x<b", "x<b"), ("a:,b:1", ",b:1")])
+def test_a_value_of_gemma_4_that_is_no_word_stays_text(text: str, rest: str) -> None:
+    content, calls = read([f"<|tool_call>call:add{{{text}}}<tool_call|>"], "gemma4")
+    assert (content, calls) == (f"{rest}}}", [("add", '{"a": ')])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_lfm2_writes_json_where_a_prompt_asks_for_it(size: int) -> None:
+    text = f"<|tool_call_start|>{written('json', OSLO, ADD)}<|tool_call_end|>so"
+    content, calls = read([text[at : at + size] for at in range(0, len(text), size)], "lfm2")
+    assert (content, values(calls)) == ("so", [OSLO, ADD])
+
+
 def test_auto_falls_back_on_the_family() -> None:
     assert output_format(None, None, None, "GptOssForCausalLM").harmony
     assert output_format(None, None, None, "Llama4ForCausalLM").tools is TOOL_PARSERS["llama4"]

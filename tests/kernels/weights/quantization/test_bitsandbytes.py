@@ -159,6 +159,30 @@ def test_a_wrong_state_is_refused_by_name(state, says, reference, drive, tmp_pat
         drive(path)
 
 
+def test_factors_of_two_levels_need_their_offset(reference, drive, tmp_path):
+    path = rewrite(reference("qwen3").path, tmp_path / "own", four(True), FOUR)
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if "quant_state" in name)
+    state = json.loads(bytes(weights[name].tolist()))
+    del state["nested_offset"]
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(weights | {name: text}, path / "model.safetensors")
+    with pytest.raises(LoadError, match=f"{name} has no nested_offset"):
+        drive(path)
+    save_file({key: tensor for key, tensor in weights.items() if key != name}, path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"quant_state.bitsandbytes__nf4 is missing"):
+        drive(path)
+
+
+def test_weights_of_eight_bits_in_tiles_are_refused(reference, drive, tmp_path):
+    path = rewrite(reference("qwen3").path, tmp_path / "own", eight, EIGHT)
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith(".weight_format"))
+    save_file(weights | {name: torch.tensor(3, dtype=torch.uint8)}, path / "model.safetensors")
+    with pytest.raises(LoadError, match=f"{name} is 3, .* supported is 0"):
+        drive(path)
+
+
 def test_a_missing_table_is_refused_before_weights_are_read(reference, drive, tmp_path):
     path = rewrite(reference("qwen3").path, tmp_path / "own", four(False), FOUR)
     weights = load_file(path / "model.safetensors")

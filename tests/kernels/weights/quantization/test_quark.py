@@ -127,6 +127,9 @@ def test_experts_in_mxfp4_stay_in_four_bits():
         (settings(FP8, layer_quant_config={"*x": {"weight": None}}), "layer_quant_config.*x.weight and"),
         (settings(FP8, layer_quant_config=[1]), "layer_quant_config must be an object"),
         (settings(FP8, algo_config=[{"name": "rotation", "r1": True, "r4": True}]), "algo_config has r4, a rotation"),
+        (settings(FP8, algo_config={"name": "rotation", "r3": True}), "algo_config has r3, a rotation"),
+        (settings(FP8, algo_config=3), "algo_config must be a list of objects"),
+        (settings(INT8, STATIC | {"dtype": "fp8_e4m3"}), "must be symmetric .* and the weight's dtype, int8"),
     ],
 )
 def test_other_settings_are_refused(change, says):
@@ -139,6 +142,29 @@ def test_patterns_name_modules_by_the_wrappers_names_too():
     module = "model.layers.0.self_attn.q_proj"
     assert scheme.tensors(spec_of(module, (8, 64)))[f"{module}.weight"].dtypes == ("F8_E4M3",)
     assert scheme.tensors(spec_of("model.layers.0.mlp.x", (8, 64)))["model.layers.0.mlp.x.weight"].dtypes == ("U8",)
+
+
+def test_patterns_name_modules_as_the_files_do():
+    scheme = Quark(settings(MXFP4, layer_quant_config={"*block_sparse_moe*": {"weight": FP8}}))
+    spec = spec_of("model.layers.0.mlp.x", (8, 64))
+    spec = dataclasses.replace(spec, aliases=("model.layers.0.block_sparse_moe.w1.weight",))
+    assert scheme.tensors(spec)["model.layers.0.mlp.x.weight"].dtypes == ("F8_E4M3",)
+
+
+def test_scales_of_inputs_and_outputs_that_are_not_read_may_stand_there(reference, drive, prompts, tmp_path):
+    """Of MXFP4's inputs in FP8, and of a cache in FP8."""
+
+    def make(module, weight):
+        own = {f"{module}.input_scale": torch.tensor(0.5)}
+        if module.endswith("q_proj"):
+            own |= {f"{module.removesuffix('.q_proj')}.prob_output_scale": torch.tensor(0.5)}
+        return mxfp4(module, weight)[0] | own
+
+    own = settings(MXFP4, STATIC | {"dtype": "fp8_e4m3"})
+    path = rewrite(reference("native-qwen3").path, tmp_path, make, own)
+    driver = drive(path)
+    driver.admit(1, *prompts(5))
+    assert len(driver.generate(1, 9)) == 9
 
 
 def test_other_tensors_are_refused_before_weights_are_read(reference, drive, tmp_path):
