@@ -9,23 +9,23 @@ from kernels.contract.step import SlotSampling
 from tests.kits.driver import VOCAB
 
 
-def distribution(ids: bytes, logprobs: bytes, rows: int) -> np.ndarray:
+def distribution(ids: bytes, logprobs: bytes, rows: int, vocab: int = VOCAB) -> np.ndarray:
     """All of the vocabulary's log-probabilities, [rows, vocab], from a result that lists every token."""
-    found = np.full((rows, VOCAB), np.nan, dtype=np.float32)
-    order = np.frombuffer(ids, dtype=np.int32).reshape(rows, VOCAB)
-    np.put_along_axis(found, order, np.frombuffer(logprobs, dtype=np.float32).reshape(rows, VOCAB), axis=1)
+    found = np.full((rows, vocab), np.nan, dtype=np.float32)
+    order = np.frombuffer(ids, dtype=np.int32).reshape(rows, vocab)
+    np.put_along_axis(found, order, np.frombuffer(logprobs, dtype=np.float32).reshape(rows, vocab), axis=1)
     return found
 
 
-def scored(driver, prompt, chunks):
+def scored(driver, prompt, chunks, vocab=VOCAB):
     """Log-probabilities [prompt, vocab] of a prompt run in chunks."""
-    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, logprobs=VOCAB, prompt_logprobs=VOCAB))
+    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, logprobs=vocab, prompt_logprobs=vocab))
     parts = []
     for count in chunks:
         result = driver.step([(1, count)])
         rows = int(np.frombuffer(result.prompt_counts, dtype=np.int32).sum())
-        parts.append(distribution(result.prompt_top_ids, result.prompt_top_logprobs, rows))
-    parts.append(distribution(result.top_ids, result.top_logprobs, 1))
+        parts.append(distribution(result.prompt_top_ids, result.prompt_top_logprobs, rows, vocab))
+    parts.append(distribution(result.top_ids, result.top_logprobs, 1, vocab))
     return np.concatenate(parts)
 
 

@@ -87,6 +87,10 @@ _OTHER: Mapping[str, dict[str, Any]] = {
     "mimo-v2-flash": {"head_dim": 192},  # the published one, of keys; values have 128
 }
 
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+"""Where scores have no factor, these have it, as in checkpoints. Scores of 16 would pick one token each, and layers
+would multiply the error of a sum's order by 1e5."""
+
 _DEVIATION = 0.1
 """Of embeddings, and of the output: logits differ by about 2."""
 
@@ -122,6 +126,8 @@ def _weight(spec: TensorSpec, config: ModelConfig, generator: torch.Generator) -
         found = found * 0.3 - 3.0
     elif spec.role is Role.NORM:
         found = found * 0.2 + (0.5 if config.norm_offset else 1.0)
+        if config.attention_scale == 1.0 and spec.name.endswith(_HEAD_NORMS):
+            found *= spec.shape[0] ** -0.25
     elif len(spec.shape) == 1:
         found *= 0.3
     elif spec.role in (Role.EMBEDDING, Role.OUTPUT):

@@ -27,7 +27,7 @@ from kernels.devices.cuda.attention.decode import split_count
 from kernels.devices.cuda.attention.plan import AttentionPlan, DecodeRows, DraftRows
 from kernels.devices.cuda.attention.verify import HEADER
 from kernels.devices.cuda.graphs.staging import Staged, stage
-from kernels.devices.cuda.launch import is_precompiling
+from kernels.devices.cuda.launch import is_precompiling, without_collections
 from kernels.devices.cuda.precompile import of_each_kind
 from kernels.devices.graphs import GraphBuffers, Put, cause_of, first_error
 from kernels.devices.prepared import PassResult, VerifyOutputs
@@ -335,7 +335,7 @@ def capture_each(
             run(size)  # the first use compiles kernels and creates communicators: not during a capture
             torch.cuda.synchronize(device)
             _make_room(device)
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), without_collections():
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     graphs[size] = graph.replay, run(size)
@@ -410,7 +410,7 @@ def capture_draft(run: Callable[[], None], pool: Any, device: torch.device) -> t
     try:
         run()  # the first use compiles kernels and creates communicators: not during a capture
         torch.cuda.synchronize(device)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with without_collections(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             run()
     except RuntimeError as error:
         cause = str(first_error(error))  # not the error: it references this frame and that of ``run``

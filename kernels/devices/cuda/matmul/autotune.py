@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.devices.cuda.launch import is_precompiling
+from kernels.devices.cuda.launch import is_precompiling, without_collections
 from kernels.devices.staged_memory import device_memory
 
 __all__ = ["Choices", "Shape", "Way", "Ways", "in_a_row", "spare"]
@@ -112,11 +112,12 @@ class Choices:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 way()  # so that per-stream state of libraries is not part of the graph
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    way()
-                finally:
-                    graph.capture_end()
+                with without_collections():
+                    graph.capture_begin(capture_error_mode="thread_local")
+                    try:
+                        way()
+                    finally:
+                        graph.capture_end()
         except RuntimeError:
             return way
         finally:  # also after a failure: products of one weight share their counters of parts

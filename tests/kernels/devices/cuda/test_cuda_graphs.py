@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -159,6 +159,42 @@ def test_drafts_that_fail_keep_nothing(reported):
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+class Gone:
+    """A graph of a model that is gone, in a ring: the interpreter destroys it when it collects."""
+
+    def __init__(self, reported):
+        self.reported, self.own = reported, self
+
+    def __del__(self):
+        self.reported.append("destroyed")
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_no_graph_is_destroyed_while_another_is_captured(draft, reported, monkeypatch):
+    def run(size=None):
+        Gone(reported)
+        for _ in range(3 * gc.get_threshold()[0]):
+            kept.append([])  # what makes the interpreter collect
+        reported.append("run")
+
+    @contextmanager
+    def capturing(graph, pool, capture_error_mode):
+        graph.capture_begin()
+        yield
+        graph.capture_end()
+
+    kept = []
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    if draft:
+        decode_graphs.capture_draft(run, None, DEVICE)
+    else:
+        decode_graphs.capture_each([1], run, DEVICE, lambda could: could)
+    begin = reported.index(("begin",))
+    assert reported[begin : reported.index("end") + 1] == [("begin",), "run", "end"]
+    assert "destroyed" in reported[:begin]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -115,6 +116,7 @@ class Graph:
 
     def capture_begin(self, capture_error_mode):
         assert capture_error_mode == "thread_local"  # other threads compile meanwhile
+        assert not gc.isenabled()  # a graph that is destroyed meanwhile makes the capture fail
         if self.refuses:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.events.append("begin")
