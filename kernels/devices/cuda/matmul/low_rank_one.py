@@ -22,11 +22,12 @@ from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue
 from kernels.devices.cuda.elementwise.norms import Before
 from kernels.devices.cuda.launch import overlapping
 
-__all__ = ["Adapter", "multiply"]
+__all__ = ["Adapter", "multiply", "places_heads"]
 
 _GROUPS: Final = 2
 _BLOCK: Final = 2048  # inputs at a time
 _MIN_RANK: Final = 16
+_MIN_ROWS: Final = 2  # of a group
 
 
 @triton.jit
@@ -142,7 +143,8 @@ def low_rank_one_kernel(
             module += (start >= tl.load(ends + earlier)).to(tl.int32)
     if pdl:
         gdc_wait()
-    words = sums + (module + side)[:, None] * rank + rank_at[None, :]
+    module_of_side = module + side * (modules // 2)  # gate and up may be one module
+    words = sums + module_of_side[:, None] * rank + rank_at[None, :]
     needed = (rank_at < rank)[None, :] & (side >= 0)[:, None]
     low = tl.load(words, mask=needed, other=0, volatile=True)
     if adds:
@@ -246,7 +248,7 @@ class Adapter(NamedTuple):
     """What is added to the product of one token. ``places`` int64 [1]; ``down`` [places, modules * rank, inputs],
     contiguous; ``up`` [outputs, width], an output's numbers of all places; ``ends`` int32 [modules] of the modules'
     outputs; ``sums`` int64 [modules * rank], of the layer; ``current`` int64 [1]: the pass. Outputs of a module are a
-    multiple of 8."""
+    multiple of 16, the most of a program."""
 
     places: Tensor
     down: Tensor
@@ -263,10 +265,15 @@ def _tiling(inputs: int, gated: bool, normed: bool, adds: bool) -> tuple[int, in
     if adds and not gated and _BLOCK < inputs <= 2 * _BLOCK:
         return 4, 2 * _BLOCK, 8, False
     block = min(_BLOCK, triton.next_power_of_2(inputs))
-    rows = max(2, min(8, 4096 // block // (2 if gated else 1)))
+    rows = max(_MIN_ROWS, min(8, 4096 // block // (2 if gated else 1)))
     if normed and inputs > _BLOCK:
         return (rows, block, 4, True) if gated else (2 * rows, block, 8, True)
     return rows, block, 4, False
+
+
+def places_heads(epilogue: RopeCacheEpilogue) -> bool:
+    """Whether ``multiply`` supports heads of this size: a program's rows are pairs of one head."""
+    return epilogue.suits(_MIN_ROWS * _GROUPS)
 
 
 def multiply(
@@ -295,6 +302,8 @@ def multiply(
         heads, out = epilogue.heads, epilogue.queries(x)
         cos, sin, cache, index = epilogue.cos, epilogue.sin, epilogue.cache, epilogue.index
     rows, block, warps, ahead = tiling
+    if epilogue is not None and not epilogue.suits(rows * _GROUPS):
+        rows = _MIN_ROWS
     modules = len(adapter.ends)
     lines = modules * adapter.rank // (2 if gated else 1)
     pdl = overlapping(x.device)

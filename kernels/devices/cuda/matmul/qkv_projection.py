@@ -196,7 +196,11 @@ class CudaQkvProjection(QkvProjection[Any]):
         self, x: PendingResidual, residual: Tensor, epilogue: RopeCacheEpilogue
     ) -> tuple[Tensor, Tensor] | None:
         projection, linear = self.projection, self.projection.linear
-        if isinstance(linear, CudaLinear) and linear.takes_one(residual):
+        if isinstance(linear, CudaLinear):
+            if not linear.takes_one(residual):
+                return None
+            if linear.delta is not None and not low_rank_one.places_heads(epilogue):
+                return None
             if x is None and isinstance(projection, CudaNormThenLinear):
                 return self._project(linear, residual, epilogue, projection.before(None)), residual
             normed, total = norm_of_sum(projection.norm, x, residual)

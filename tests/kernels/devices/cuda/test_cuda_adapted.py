@@ -83,6 +83,13 @@ def test_a_product_has_what_its_rows_adapters_add(kind, rank, inputs, tokens, pl
         products.assert_close(products.linear(x), products.expected(x.float()))
 
 
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+def test_gate_and_up_of_one_module_have_what_adapters_add(tokens, device):
+    products = Products(device, dtypes(device), 24, 256, (256,), gated=True, bias=True)
+    x = products.tokens(tokens, 3, 0)
+    products.assert_close(products.linear(x), products.expected(x.float()))
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "rank", "inputs", "tokens"),
@@ -129,8 +136,10 @@ def test_one_token_takes_one_launch_with_the_norm(kind, rank, inputs, biased, de
     assert len(launches) == 3
 
 
-def test_heads_of_one_token_are_placed_in_the_same_launch(device, launches):
-    dim, inputs = 32, 256
+@pytest.mark.parametrize("dim", [32, 36])  # 36: heads end within a program of 16 rows
+def test_heads_of_one_token_are_placed_in_the_same_launch(dim, device, launches, monkeypatch):
+    monkeypatch.setattr(CudaLowRankDelta, "extends", True)  # as with heads of this size whose outputs are whole
+    inputs = 256
     products = Products(device, dtypes(device), 16, inputs, (HEADS * dim, KV_HEADS * dim, KV_HEADS * dim), bias=True)
     norm = CudaNorm(1 + torch.rand(inputs).to(device, products.dtype), 1e-5)
     projection = CudaNormThenLinear(norm, products.linear, None)
@@ -148,6 +157,18 @@ def test_heads_of_one_token_are_placed_in_the_same_launch(device, launches):
         products.assert_close(queries, qkv[:, :HEADS].float())
         products.assert_close(cache, placed.float())
     assert len(launches) == 2
+
+
+def test_heads_of_odd_halves_are_placed_by_a_launch_of_their_own(device, monkeypatch):
+    monkeypatch.setattr(CudaLowRankDelta, "extends", True)
+    dim, inputs = 34, 256
+    products = Products(device, dtypes(device), 16, inputs, (HEADS * dim, KV_HEADS * dim, KV_HEADS * dim))
+    norm = CudaNorm(torch.ones(inputs).to(device, products.dtype), 1e-5)
+    projection = CudaNormThenLinear(norm, products.linear, None)
+    heads = CudaQkvProjection(Places(), projection, HEADS, KV_HEADS, dim, None)
+    products.tokens(1, 5)
+    heads(*step(device, products.dtype, dim, inputs))
+    assert heads.attention.placed == [1]
 
 
 def test_a_layer_runs_twice_in_one_pass(device, launches):
