@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,9 +87,9 @@ def _check_types(prompt: object, params: object) -> None:
         first: object = 0
         if isinstance(prompt, Sequence) and len(prompt):
             first = prompt[0]
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not isinstance(first, int):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not isinstance(first, Integral):
             kind = type(prompt).__name__
-            kind += "" if isinstance(first, int) else f" of {type(first).__name__}"
+            kind += "" if isinstance(first, Integral) else f" of {type(first).__name__}"
             raise TypeError(f"prompt must be text, token ids or Chat(messages=[...]), not {kind}")
     if not (params is None or isinstance(params, SamplingParams)):
         raise TypeError(f"params must be SamplingParams(...), not {type(params).__name__}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
@@ -260,6 +261,15 @@ async def test_other_types_are_refused_with_those_there_are(
     with pytest.raises(TypeError, match=says):
         engine.generate(prompt, params)
     assert engine.describe()["requests"]["live"] == 0
+
+
+async def test_token_ids_of_numpy_are_token_ids(engine: Engine) -> None:
+    plain, ids = [(await collect(engine.generate(kind([5, 6, 7]), GREEDY)))[0] for kind in (list, _of_numpy)]
+    assert plain.token_ids == ids.token_ids
+
+
+def _of_numpy(ids: list[int]) -> list[int]:
+    return list(np.array(ids))
 
 
 async def test_one_choice_with_many_tokens_is_refused_for_the_context(engine: Engine) -> None:

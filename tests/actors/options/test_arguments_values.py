@@ -9,6 +9,7 @@ import pytest
 from actors.engine.configuration import runner_config
 from actors.options import ARGUMENTS, Argument, ArgumentError, Arguments
 from actors.workers.placement import Placement
+from app.cli.arguments import load_arguments
 
 
 def problem(**keywords: object) -> str:
@@ -73,6 +74,27 @@ def test_members_given_one_by_one_override_those_of_the_object() -> None:
         "compilation_config: cudagraph_mode"
     )
     assert problem(**{"speculative_config.num-steps": "x"}).startswith("speculative_config.num-steps: must be")
+
+
+def test_a_mode_of_graphs_overrides_the_one_of_a_configuration_file(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    for before, after, off, piecewise_off in (
+        ("NONE", "FULL", False, False),
+        ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", False, False),
+        ("NONE", "FULL_DECODE_ONLY", False, True),
+    ):
+        file.write_text(f"compilation-config:\n  cudagraph_mode: {before}\n")
+        arguments = load_arguments(["m", "--config", str(file), "-cc.cudagraph_mode", after], {})
+        assert (arguments.disable_cuda_graph, arguments.disable_piecewise_cuda_graph) == (off, piecewise_off)
+    both = {"compilation_config": {"cudagraph_mode": "FULL"}, "disable_cuda_graph": True}
+    assert "compilation_config cudagraph_mode: contradicts disable_cuda_graph" in problem(**both)
+
+
+def test_unknown_members_of_the_compilation_config_are_refused() -> None:
+    """Also with a value that changes nothing, so that a misspelled name is seen."""
+    assert "cudagraph_mod: there is no such member" in problem(compilation_config={"cudagraph_mod": None})
+    assert "use_cudagraph: there is no such member" in problem(compilation_config={"use_cudagraph": False})
+    assert Arguments.from_keywords(model="m", compilation_config={"use_inductor": False}).model_path == "m"
 
 
 def test_a_path_is_taken_for_its_text() -> None:
