@@ -6,7 +6,8 @@ the second, the sums of A arrive, which take about as long as one group. Without
 would wait for them with nothing requested (decision 0107).
 
 A sum is written together with the number of the pass, as one word of 64 bits: a word of this pass is a sum of this
-pass. So nothing has to be cleared, and a layer may run this way once a pass.
+pass. So nothing has to be cleared, and a layer may run this way once a pass. No program waits forever: the
+device starts programs in the order of their numbers, and the first ones wait for no others.
 """
 
 from __future__ import annotations
@@ -130,10 +131,10 @@ def low_rank_one_kernel(
     each = tl.arange(0, count)
     output = start + _offset(each, rows, dim)
     expands = (output < outputs) & (program >= shrinking)
-    side = tl.arange(0, halves)
-    of_side = side[:, None] * outputs + output[None, :]
+    part = tl.arange(0, halves)  # gated: 0 the gate, 1 what it multiplies, whose names begin with "second"
+    up_row = part[:, None] * outputs + output[None, :]
     b = tl.load(
-        up + of_side[:, :, None].to(tl.int64) * width + (place * rank + rank_at)[None, None, :],
+        up + up_row[:, :, None].to(tl.int64) * width + (place * rank + rank_at)[None, None, :],
         mask=expands[None, :, None] & (rank_at < rank)[None, None, :],
         other=0.0,
     )
@@ -143,10 +144,10 @@ def low_rank_one_kernel(
             module += (start >= tl.load(ends + earlier)).to(tl.int32)
     if pdl:
         gdc_wait()
-    module_of_side = module + side * (modules // 2)  # gate and up may be one module
-    words = sums + module_of_side[:, None] * rank + rank_at[None, :]
-    needed = (rank_at < rank)[None, :] & (side >= 0)[:, None]
-    low = tl.load(words, mask=needed, other=0, volatile=True)
+    part_module = module + part * (modules // 2)  # gate and up may be one module
+    tagged_sums = sums + part_module[:, None] * rank + rank_at[None, :]
+    needed = (rank_at < rank)[None, :] & (part >= 0)[:, None]
+    tagged = tl.load(tagged_sums, mask=needed, other=0, volatile=True)
     if adds:
         onto = tl.load(residual + output, mask=expands, other=0.0)
     if dim > 0:
@@ -155,11 +156,11 @@ def low_rank_one_kernel(
         s = tl.load(sin + turn).to(tl.float32)
         slot = tl.load(index)
     total = tl.zeros([rows, block], tl.float32)
-    other = tl.zeros([rows, block], tl.float32)
+    second_total = tl.zeros([rows, block], tl.float32)
     squares = tl.zeros([block], tl.float32)
     group = tl.arange(0, groups)[:, None]
     result = tl.zeros([groups, rows], tl.float32)
-    results = tl.zeros([groups, rows], tl.float32)
+    second_results = tl.zeros([groups, rows], tl.float32)
     for tile in tl.static_range(0, tiles * groups):
         inside = (tile % tiles) * block + at < inputs
         if tile == 1 and ahead and inputs > block:
@@ -167,12 +168,12 @@ def low_rank_one_kernel(
             if gated:
                 u = next_u
         elif tile > 0:
-            further = (tile // tiles) * (rows // 2 if dim > 0 else rows)
+            rows_on = (tile // tiles) * (rows // 2 if dim > 0 else rows)
             if tile < tiles:
                 wanted = (row < limit)[:, None] & inside[None, :]
             else:  # programs of A have one group
-                wanted = ((row + further < limit) & (program >= shrinking))[:, None] & inside[None, :]
-            from_here = further * inputs + (tile % tiles) * block
+                wanted = ((row + rows_on < limit) & (program >= shrinking))[:, None] & inside[None, :]
+            from_here = rows_on * inputs + (tile % tiles) * block
             w = tl.load(first + from_here, mask=wanted, other=0.0, eviction_policy="evict_first")
             if gated:
                 u = tl.load(second + from_here, mask=wanted, other=0.0, eviction_policy="evict_first")
@@ -183,45 +184,45 @@ def low_rank_one_kernel(
             value *= tl.load(gain + (tile % tiles) * block + at, mask=inside, other=0.0).to(tl.float32)
         total += w.to(tl.float32) * value[None, :]
         if gated:
-            other += u.to(tl.float32) * value[None, :]
+            second_total += u.to(tl.float32) * value[None, :]
         if tile % tiles == tiles - 1:
             found = tl.sum(total, 1)
-            also = tl.sum(other, 1) if gated else found
+            second_found = tl.sum(second_total, 1) if gated else found
             if normed:
                 if tile < tiles:
                     scale = tl.rsqrt(tl.sum(squares) / inputs + eps)
                 found *= scale
-                also *= scale
+                second_found *= scale
             if tile < tiles:
                 stores = (row < limit) & shrinks
                 word = (tag << 32) | (found.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
                 tl.store(sums + row, word, mask=stores)
                 if gated:
-                    word = (tag << 32) | (also.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+                    word = (tag << 32) | (second_found.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
                     tl.store(sums + limit + row, word, mask=stores)
             result = tl.where(group == tile // tiles, found[None, :], result)
             if gated:
-                results = tl.where(group == tile // tiles, also[None, :], results)
+                second_results = tl.where(group == tile // tiles, second_found[None, :], second_results)
             total = tl.zeros([rows, block], tl.float32)
-            other = tl.zeros([rows, block], tl.float32)
+            second_total = tl.zeros([rows, block], tl.float32)
     if not shrinks:
-        missing = tl.max(tl.max((needed & ((low >> 32) != tag)).to(tl.int32), 1), 0)
+        missing = tl.max(tl.max((needed & ((tagged >> 32) != tag)).to(tl.int32), 1), 0)
         while missing > 0:
-            low = tl.load(words, mask=needed, other=0, volatile=True)
-            missing = tl.max(tl.max((needed & ((low >> 32) != tag)).to(tl.int32), 1), 0)
-    known = (low & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    added = tl.sum(b.to(tl.float32) * tl.where(needed, known, 0.0)[:, None, :], 2)
-    result = result.reshape(count) + tl.sum(tl.where(side[:, None] == 0, added, 0.0), 0)
+            tagged = tl.load(tagged_sums, mask=needed, other=0, volatile=True)
+            missing = tl.max(tl.max((needed & ((tagged >> 32) != tag)).to(tl.int32), 1), 0)
+    low = (tagged & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    added = tl.sum(b.to(tl.float32) * tl.where(needed, low, 0.0)[:, None, :], 2)
+    result = result.reshape(count) + tl.sum(tl.where(part[:, None] == 0, added, 0.0), 0)
     if biased:
         result += tl.load(bias + output, mask=expands, other=0.0).to(tl.float32)
     # Rounded as the product is where the next operator is a kernel of its own.
     if gated:
-        beside = results.reshape(count) + tl.sum(tl.where(side[:, None] == 1, added, 0.0), 0)
+        second_result = second_results.reshape(count) + tl.sum(tl.where(part[:, None] == 1, added, 0.0), 0)
         if biased:
-            beside += tl.load(bias + outputs + output, mask=expands, other=0.0).to(tl.float32)
+            second_result += tl.load(bias + outputs + output, mask=expands, other=0.0).to(tl.float32)
         result = result.to(like).to(tl.float32)
-        beside = beside.to(like).to(tl.float32)
-        result = result * tl.sigmoid(result) * beside
+        second_result = second_result.to(like).to(tl.float32)
+        result = result * tl.sigmoid(result) * second_result
     if adds:
         result = result.to(like).to(tl.float32) + onto.to(tl.float32)
     if dim > 0:
