@@ -12,6 +12,7 @@ from kernels.devices.cuda.elementwise.norms import Before, CudaNorm
 from kernels.devices.cuda.matmul import low_rank_one
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta, make_up
+from kernels.devices.cuda.matmul.low_rank_many import LowRankMany
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
 from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.cuda.matmul.scaled_residual import Scaled
@@ -112,6 +113,16 @@ def test_prompts_and_decodes_share_a_product(sizes, rank, inputs, tokens, biased
         expected = products.expected(x.float())
         for _ in range(2):  # nothing is left behind
             products.assert_close(products.linear(x), expected)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(64, 0), (65, 1), (200, 1)])
+def test_prompts_have_kernels_of_their_own(tokens, expected, device, monkeypatch):
+    products, found = Products(device, dtypes(device), 16, 256, (128,), bias=True), []
+    add = LowRankMany.add
+    monkeypatch.setattr(LowRankMany, "add", lambda *given, **named: found.append(None) or add(*given, **named))
+    x = products.tokens(tokens, 3, 0)
+    products.assert_close(products.linear(x), products.expected(x.float()))
+    assert len(found) == expected
 
 
 @pytest.fixture
