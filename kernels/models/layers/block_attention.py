@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.contract.caches import Latent
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.devices.attention import Attention
 from kernels.devices.block_sparse_attention import attend_chosen_heads, choose_blocks
 from kernels.devices.latent_cache import write_latent
 from kernels.devices.sparse_attention import Chosen
@@ -30,7 +31,7 @@ from kernels.models.layers.gated_attention import GatedHeads
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.weights.tensors import TensorSpec, linear, norm
 
-__all__ = ["BlockAttention", "BlockIndexConfig", "tensors"]
+__all__ = ["BlockAttention", "BlockIndexConfig", "attend_blocks", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,30 @@ def tensors(config: ModelConfig, index: BlockIndexConfig, module: str) -> Iterat
     yield from linear(f"{module}.indexer.index_qk_proj", ((index.heads + 1) * index.dim, config.hidden_size))
     for part in "qk":
         yield norm(f"{module}.indexer.{part}_layernorm", index.dim)
+
+
+def attend_blocks(
+    attention: Attention[Any, Any],
+    queries: Tensor,
+    pages: Any,
+    batch: ForwardBatch,
+    scale: float,
+    chosen: Chosen | None,
+) -> Tensor:
+    """Attention of ``queries`` [tokens, heads, dim] to the ``chosen`` tokens of their rows -> [tokens, heads * dim];
+    None: to all."""
+    rows = batch.rows
+    if chosen is None or rows is None:
+        return attention.attend(queries, pages, batch.plans[0], scale)
+    return attend_chosen_heads(
+        queries,
+        partial(attention.caches.gather, pages),
+        rows,
+        attention.caches.page_size,
+        scale,
+        chosen,
+        lambda some, alone: attention.attend_rows(some, pages, alone, 0, scale, 0.0),
+    )
 
 
 class BlockAttention:
@@ -80,18 +105,7 @@ class BlockAttention:
         found, gates = heads(x)
         queries = attention.norm_rope_cache(found, heads.count, heads.norm, cos, sin, pages, batch.cache_index)
         chosen = self._choose(x, index_keys, batch, rows)
-        if chosen is None:
-            result = attention.attend(queries, pages, batch.plans[0], self._scale)
-        else:
-            result = attend_chosen_heads(
-                queries,
-                partial(attention.caches.gather, pages),
-                rows,
-                attention.caches.page_size,
-                self._scale,
-                chosen,
-                lambda some, alone: attention.attend_rows(some, pages, alone, 0, self._scale, 0.0),
-            )
+        result = attend_blocks(attention, queries, pages, batch, self._scale, chosen)
         if wanted is not None:
             if self._rows is not None:
                 self._rows.select(wanted)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from kernels.contract.caches import Latent
 from kernels.core.batch import ForwardBatch
-from kernels.devices.block_sparse_attention import attend_chosen_heads, choose_blocks_of_groups
+from kernels.devices.block_sparse_attention import choose_blocks_of_groups
 from kernels.devices.latent_cache import write_latent
 from kernels.models.config import ModelConfig
 from kernels.models.layers import gqa
+from kernels.models.layers.block_attention import attend_blocks
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.weights.tensors import TensorSpec, by_outputs, linear, norm
@@ -93,18 +93,7 @@ class GroupAttention:
         index_queries, keys = self._indexed(x, batch.positions)
         write_latent(index_keys, batch.cache_index, keys.squeeze(1))
         chosen = choose_blocks_of_groups(index_queries, index_keys, rows, index.size, index.chosen, index.local)
-        if chosen is None:
-            result = attention.attend(queries, pages, batch.plans[0], self._scale)
-        else:
-            result = attend_chosen_heads(
-                queries,
-                partial(attention.caches.gather, pages),
-                rows,
-                attention.caches.page_size,
-                self._scale,
-                chosen,
-                lambda some, alone: attention.attend_rows(some, pages, alone, 0, self._scale, 0.0),
-            )
+        result = attend_blocks(attention, queries, pages, batch, self._scale, chosen)
         if wanted is not None:
             if self._rows is not None:
                 self._rows.select(wanted)
