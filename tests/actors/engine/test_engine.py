@@ -49,7 +49,7 @@ small_engine = partial(engines.small_engine, max_running_requests=16)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Path) -> AsyncIterator[Engine]:
-    async with small_engine(tiny_model, standby_worker=True) as started:
+    async with small_engine(tiny_model) as started:
         yield started
 
 
