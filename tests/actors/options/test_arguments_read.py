@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.engine.engine import Engine
 from actors.options import ARGUMENTS, ArgumentError, Arguments
 from actors.scheduling.config import PlannerConfig
 from kernels.contract.config import RunnerConfig
@@ -78,6 +79,35 @@ def test_every_argument_is_read_outside_of_its_declaration() -> None:
     read = _read_in("actors", "app", "kernels", "telemetry")
     assert len(read) > 150
     assert {argument.field for argument in ARGUMENTS} - read == {*REPLACED, *COMPARED}
+
+
+def test_an_argument_that_only_the_app_reads_is_the_servers() -> None:
+    """``Engine(...)`` refuses it, since it would have no effect there."""
+    found = _read_in("app") - _read_in("actors", "kernels", "telemetry")
+    if "admin_api_key" in found:
+        found.add("admin_api_key_file")
+    assert {argument.field for argument in ARGUMENTS if argument.server_only} == found
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"port": 3}, "port: .* leave it out, or use troupe serve"),
+        ({"host": "0.0.0.0", "tool-call-parser": "hermes"}, "host: .*\ntool-call-parser: "),
+        ({"uvicorn_log_level": "error"}, "uvicorn_log_level: .* use troupe serve"),
+        ({"log_level": "error"}, "log_level: .*getLogger"),
+        ({"shutdown_timeout": 3}, r"shutdown_timeout: .*engine\.drain"),
+    ],
+    ids=str,
+)
+def test_an_engine_refuses_options_of_a_server(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{says}"):
+        Engine(model="m", **given)
+
+
+def test_an_engine_takes_what_it_reads_and_a_servers_arguments() -> None:
+    assert Engine(model="m", api_key="a,b", port=None, is_embedding=True).arguments.api_keys == ("a", "b")
+    assert Engine(arguments=Arguments(model_path="m", port=3)).arguments.port == 3
 
 
 def test_properties_count_as_reads_of_what_they_are_made_of() -> None:
