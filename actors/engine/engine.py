@@ -98,11 +98,12 @@ def _check_types(prompt: object, params: object) -> None:
 class Engine:
     """Serves a model with actors.
 
-    Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments`` takes
-    an :class:`Arguments` instead. ``registry`` receives the metrics until the engine is closed; by default the engine
-    creates one. ``tracer_provider`` receives the traces and has its own exporter; without it --enable-trace decides.
-    ``early``: worker processes started before; the engine ends those it does not need. ``faults``: faults to inject in
-    tests, see :mod:`actors.faults`. Raises :class:`ArgumentError` for wrong keywords.
+    Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``), except those that
+    only a server reads, such as ``port``. ``arguments`` takes an :class:`Arguments` instead, with the options of the
+    server that the engine is for, if there is one. ``registry`` receives the metrics until the engine is closed; by
+    default the engine creates one. ``tracer_provider`` receives the traces and has its own exporter; without it
+    --enable-trace decides. ``early``: worker processes started before; the engine ends those it does not need.
+    ``faults``: faults to inject in tests, see :mod:`actors.faults`. Raises :class:`ArgumentError` for wrong keywords.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Engine:
         **keywords: object,
     ) -> None:
         if arguments is None:
-            arguments = Arguments.from_keywords(**keywords)
+            arguments = Arguments.for_engine(**keywords)
         elif keywords:
             raise ArgumentError([f"{min(keywords)}: give either arguments or keywords, not both"])
         if arguments.model_path is None:

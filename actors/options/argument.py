@@ -70,6 +70,7 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
     above: bool = False  # the minimum itself is too small
     also: tuple[Number, ...] = ()  # values outside the bounds with a special meaning
     secret: bool = False
+    server_only: bool = False  # read by the server alone: Engine(...) refuses it
 
     @property
     def field(self) -> str:
