@@ -584,10 +584,11 @@ class Engine:
         self._require_intake()
         await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
 
-    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
-        """Load a LoRA adapter from a local directory, beside running requests. Raises InvalidRequest."""
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> None:
+        """Load a LoRA adapter from a local directory, beside running requests. ``replace``: instead of the one of this
+        name. Raises InvalidRequest."""
         self._require_intake()
-        await self.adapters.load(name, path, pinned=pinned)
+        await self.adapters.load(name, path, pinned=pinned, replace=replace)
 
     async def unload_adapter(self, name: str) -> None:
         """Take no more requests of an adapter, and return when those that run have ended. Raises InvalidRequest."""

@@ -91,6 +91,18 @@ async def test_unloading_waits_for_requests_and_a_new_one_shares_no_prefix(engin
     await rest(engine)
 
 
+async def test_an_adapter_is_replaced_beside_the_requests_that_have_it(engine, files, alone):
+    running = asyncio.create_task(tokens_of(engine, "first", 200))
+    await until(lambda: len(engine.intake) > 0, "no request")
+    old = engine.adapters.find("first")
+    await engine.load_adapter("first", str(files["other"]), replace=True)
+    assert not running.done()
+    assert await tokens_of(engine, "first") == alone["other"]
+    assert (await running)[: len(alone["first"])] == alone["first"]
+    await until(lambda: old.numbered not in engine.adapters.numbered(), "the replaced adapter stays")
+    await rest(engine)
+
+
 async def test_what_is_wrong_with_an_adapter_is_said_and_changes_nothing(engine, files, tmp_path):
     for name, path, reason in (
         ("first", files["other"], "'first' is loaded already"),

@@ -40,6 +40,8 @@ def test_a_single_object_is_one_adapter():
     [
         ({"lora_paths": ["=x"]}, "needs a name and a path"),
         ({"lora_paths": ["a=https://x/y"]}, "is a URL"),
+        ({"lora_paths": ["a\nb=x"]}, "is no name; take one of printable characters"),
+        ({"lora_paths": [" =x"]}, "is no name"),
         ({"lora_paths": ['{"lora_name": "a"}']}, "is no adapter"),
         ({"lora_paths": ['{"lora_name": "a", "lora_path": "b", "rank": 1}']}, "has no 'rank'"),
         (
