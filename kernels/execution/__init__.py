@@ -9,5 +9,6 @@ pending_step.py      PendingStep: a step before an executor has taken it, and wh
 captures.py          captures of passes and of whole steps
 outputs.py           from hidden states to sampled tokens; result_builder.py: packs them into a StepResult
 layer_groups.py      the caches of each group of layers; pooled.py: embeddings and classes
+rebalancing.py       moves experts between ranks by the tokens that each takes
 warmup.py            first steps at load; device_errors.py: errors of a device, for users
 """
