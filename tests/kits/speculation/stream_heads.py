@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["StreamHead"]
+__all__ = ["StreamHead", "follow_last_tokens"]
 
 _PUBLISHED = {
     r"^self_attn\.(q|o)_(a|b)_proj": r"attn.w\1_\2",
@@ -34,9 +34,7 @@ _PUBLISHED = {
 
 
 class StreamHead:
-    """A copy of the checkpoint of ``model`` at ``path`` with a head ``mtp.0``, in float32. ``copied``: its layer and
-    mixture are the model's last ones, and it passes the model's states on, so that it drafts what the model says once
-    more; the model's last layer has a window alone."""
+    """A copy of the checkpoint of ``model`` at ``path`` with a head ``mtp.0``, in float32."""
 
     def __init__(self, model: Any, path: Path) -> None:
         from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4DecoderLayer, DeepseekV4HyperHead
@@ -106,3 +104,32 @@ class StreamHead:
         """The token that the head drafts from its ``streams`` [count, hidden]."""
         mixed = self.mixture(streams[None, None])[0, 0]
         return int((self.model.model.lm_head.weight @ self.normed(mixed, "norm")).argmax())
+
+    def path(self, known: list[int], steps: int) -> list[int]:
+        """The tokens that the head drafts after the ``known`` ones."""
+        tokens, result = torch.tensor(known), list[int]()
+        with torch.inference_mode():
+            streams, read = self.states(tokens[:-1]), tokens[1:]
+            for _ in range(steps):
+                made = self.run(read, streams)
+                result.append(self.best(made[-1]))
+                streams, read = torch.cat((streams, made[-1:])), torch.cat((read, torch.tensor(result[-1:])))
+        return result
+
+
+def follow_last_tokens(path: Path) -> None:
+    """Change the model and the head at ``path`` so that the next token follows from the last one alone, and that the
+    head says what the model does: no half of a layer adds anything."""
+    held = load_file(path / "model.safetensors")
+    for name, value in held.items():
+        if name.endswith((".wo_b.weight", ".w2.weight", "mtp.0.h_proj.weight")):
+            value.zero_()
+        elif name == "mtp.0.e_proj.weight":
+            value.copy_(torch.eye(len(value)))
+        elif name == "mtp.0.enorm.weight":
+            value.fill_(1.0)
+        elif name == "mtp.0.norm.weight":
+            value.copy_(held["model.norm.weight"])
+        elif name.startswith("mtp.0.hc_head_"):
+            value.copy_(held[name.replace("mtp.0.hc_head_", "model.hc_head.hc_")])
+    save_file(held, path / "model.safetensors")
