@@ -4,6 +4,7 @@ no token, and is read from published files."""
 from __future__ import annotations
 
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -156,12 +157,13 @@ def test_two_ranks_draft_what_one_device_does(reference, prompts, tmp_path):
         assert answers[2]["draft_bytes"] < answers[3]["draft_bytes"]
 
 
-def test_the_head_rotates_the_same_part_as_its_model(reference, drive):
+def test_the_head_rotates_the_same_part_as_its_model(reference, drive, tmp_path):
     """A cached key has another size."""
-    options = {"load_format": "dummy", "config_overrides": '{"head_dim": 24}'}
-    driver = drive(reference("deepseek-v4").path, speculation=THREE, **options)
+    shutil.copy(reference("deepseek-v4").path / "config.json", tmp_path)
+    rewrite(tmp_path, head_dim=32, partial_rotary_factor=0.25)
+    driver = drive(tmp_path, speculation=THREE, load_format="dummy")
     head = driver.runner._loaded.speculator.drafter._drafter._model
-    assert (head.config.head_dim, head.rotary(torch.arange(3))[0].shape) == (12, (3, 1, 8))
+    assert (head.config.head_dim, head.rotary(torch.arange(3))[0].shape) == (16, (3, 1, 8))
 
 
 def test_a_head_of_compressed_attention_is_refused(reference, drive, tmp_path):
