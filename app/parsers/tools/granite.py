@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from app.parsers.base import Reading, StreamingParser
 
-__all__ = ["GraniteParser"]
+__all__ = ["Granite20bParser", "GraniteParser"]
 
 
 class GraniteParser(StreamingParser):
@@ -24,3 +24,16 @@ class GraniteParser(StreamingParser):
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:
         return f'{{"name": "{name}", "arguments": ', "}"
+
+
+class Granite20bParser(GraniteParser):
+    """Granite-20B-FunctionCalling writes a mark before each call."""
+
+    OPEN = ("<function_call>",)
+    MARKS = ()
+    SECTION = ("", "")
+    BETWEEN = '"\\n"?'
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f' {{"name": "{name}", "arguments": ', "}"

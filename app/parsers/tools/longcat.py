@@ -1,0 +1,46 @@
+"""Tool calls as LongCat writes them: JSON between tags, or, as later models do, GLM-4.5's format with other tags,
+
+<longcat_tool_call>
+{"name": "get_weather", "arguments": {"city": "Oslo"}}
+</longcat_tool_call>
+"""
+
+from __future__ import annotations
+
+from app.parsers.base import Reading, StreamingParser
+from app.parsers.tools.glm45 import Glm45Parser
+from app.parsers.tools.lark import Rules, Schema
+
+__all__ = ["LongCatParser"]
+
+
+class LongCatParser(Glm45Parser):
+    """Grammars ask for JSON, unless the vocabulary has the tags of keys and values."""
+
+    PREFIX = "longcat_"
+    OPEN = ("<longcat_tool_call>",)
+    MARKS = (
+        "</longcat_tool_call>",
+        "<longcat_arg_key>",
+        "</longcat_arg_key>",
+        "<longcat_arg_value>",
+        "</longcat_arg_value>",
+    )
+
+    def block(self, mark: str) -> Reading[None]:
+        yield from self.space()
+        if (yield from self.peek()) in "[{":
+            yield from self.json_calls()
+        else:
+            yield from super().block(mark)
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f'\n{{"name": "{name}", "arguments": ', "}\n</longcat_tool_call>"
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        if rules.is_token("<longcat_arg_key>"):
+            return super().call_rule(name, schema, rules)
+        begin, end = cls.frame(name)
+        return f"{rules.text(begin)} {rules.json(schema or {'type': 'object'})} {rules.text(end)}"
