@@ -19,7 +19,7 @@ from app.parsers.tools.lark import Rules, Schema
 __all__ = ["HyV3Parser"]
 
 _SUFFIXES = ("", ":opensource", ":6124c78e")
-_NAMES = ("/tool_calls", "/tool_call", "tool_sep", "arg_key", "/arg_key", "arg_value", "/arg_value")
+_NAMES = ("/tool_calls", "tool_call", "/tool_call", "tool_sep", "arg_key", "/arg_key", "arg_value", "/arg_value")
 
 
 def _tags(*names: str) -> tuple[str, ...]:
@@ -27,19 +27,14 @@ def _tags(*names: str) -> tuple[str, ...]:
 
 
 class HyV3Parser(Glm45Parser):
-    """Models at times leave out the outer tags."""
-
     SUFFIXES = _SUFFIXES
-    OPEN = _tags("tool_calls", "tool_call")
+    OPEN = _tags("tool_calls")
     MARKS = _tags(*_NAMES)
     BETWEEN = ""
 
     def block(self, mark: str) -> Reading[None]:
         self.suffix = next(suffix for suffix in reversed(self.SUFFIXES) if suffix in mark)
         call, end = self.tag("tool_call"), self.tag("/tool_calls")
-        if mark == call:
-            yield from super().block(mark)
-            return
         while (yield from self.expect(call, end)) == call:
             yield from super().block(mark)
 

@@ -15,8 +15,6 @@ __all__ = ["LongCatParser"]
 
 
 class LongCatParser(Glm45Parser):
-    """Grammars ask for JSON, unless the vocabulary has the tags of keys and values."""
-
     PREFIX = "longcat_"
     OPEN = ("<longcat_tool_call>",)
     MARKS = (
@@ -40,7 +38,6 @@ class LongCatParser(Glm45Parser):
 
     @classmethod
     def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
-        if rules.is_token("<longcat_arg_key>"):
-            return super().call_rule(name, schema, rules)
         begin, end = cls.frame(name)
-        return f"{rules.text(begin)} {rules.json(schema or {'type': 'object'})} {rules.text(end)}"
+        as_json = f"{rules.text(begin)} {rules.json(schema or {'type': 'object'})} {rules.text(end)}"
+        return f"{as_json} | {super().call_rule(name, schema, rules)}"

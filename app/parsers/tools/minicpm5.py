@@ -17,6 +17,7 @@ _PARAM = '<param name="'
 class MiniCpm5Parser(ParameterParser):
     OPEN = ('<function name="',)
     MARKS = ("</function>",)
+    TOKENS = ("<function", "<param", "</param>")
     AROUND = ("<![CDATA[", "]]>")
 
     def block(self, mark: str) -> Reading[None]:

@@ -29,7 +29,7 @@ class MiniMaxM3Parser(ParameterParser):
 
     OPEN = (f"{_MARK}<tool_call>",)
     MARKS = (f"{_MARK}</tool_call>",)
-    TOKENS = (_MARK,)
+    TOKENS = (_MARK, "<tool_call>", "</tool_call>")
     SECTION = (f"{OPEN[0]}\n", MARKS[0])
     BETWEEN = ""
 

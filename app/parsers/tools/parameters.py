@@ -70,11 +70,11 @@ class ParameterParser(StreamingParser, ABC):
         schema."""
         self.begin_member(key)
         types = self.member_types(key)
-        if self.NEWLINES:
-            yield from self.skip("\n")
         is_text = text or (text is None and types == {"string"})
         if is_text:
             self.add_arguments('"')
+        if self.NEWLINES:
+            yield from self.skip("\n")
         before, behind = self.AROUND
         if before and (yield from self.skip(before)):
             ends = tuple(f"{behind}{end}" for end in ends)
