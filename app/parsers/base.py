@@ -74,9 +74,9 @@ class StreamingParser:
     linear in the length of the text.
 
     A format may also override :meth:`at_start` (calls without a mark), :meth:`frame` or :meth:`call_rule` (a call as
-    part of a grammar), :meth:`section`, :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It builds them from
-    the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``, ...), which none
-    overrides.
+    part of a grammar), :meth:`section`, :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It
+    builds them from the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``,
+    ...), which none overrides.
 
     ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
     is looked for. Unless ``parallel``, only the first call is returned. ``reasoning_format``: of the reasoning before

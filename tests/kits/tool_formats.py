@@ -76,9 +76,9 @@ def _pairs(call: Call, prefix: str = "", suffix: str = "") -> str:
 
 def hunyuan(*calls: Call, suffix: str = "", separator: bool = True) -> str:
     """The calls as Hunyuan 3 writes them; without the separator, as Hunyuan 4 does."""
+    behind = f"<tool_sep{suffix}>" if separator else ""
     blocks = "".join(
-        f"<tool_call{suffix}>{call[0]}{f'<tool_sep{suffix}>' * separator}\n{_pairs(call, '', suffix)}</tool_call{suffix}>\n"
-        for call in calls
+        f"<tool_call{suffix}>{call[0]}{behind}\n{_pairs(call, '', suffix)}</tool_call{suffix}>\n" for call in calls
     )
     return f"<tool_calls{suffix}>\n{blocks}</tool_calls{suffix}>"
 
@@ -101,7 +101,8 @@ _KINDS = {str: "string", bool: "boolean", int: "number", float: "number", list: 
 
 def _kimi_k3(call: Call, number: int) -> str:
     members = "".join(
-        f'<|open|>argument key="{key}" type="{_KINDS.get(type(value), "null")}"<|sep|>{_text(value)}<|close|>argument<|sep|>'
+        f'<|open|>argument key="{key}" type="{_KINDS.get(type(value), "null")}"<|sep|>'
+        f"{_text(value)}<|close|>argument<|sep|>"
         for key, value in call[1].items()
     )
     return f'<|open|>call tool="{call[0]}" index="{number}"<|sep|>{members}<|close|>call<|sep|>'
@@ -209,7 +210,8 @@ def written(name: str, *calls: Call) -> str:
         case "gigachat3":
             return "\n".join(f"function call<|role_sep|>\n{_named(call)}" for call in calls)
         case "gigachat35":
-            return f"<｜GCML｜tool_calls>\n{''.join(_invoke(call, '｜GCML｜', True) for call in calls)}</｜GCML｜tool_calls>"
+            blocks = "".join(_invoke(call, "｜GCML｜", True) for call in calls)
+            return f"<｜GCML｜tool_calls>\n{blocks}</｜GCML｜tool_calls>"
         case "apertus":
             listed = ", ".join(f"{{{_dump(call[0])}: {_dump(call[1])}}}" for call in calls)
             return f"<|tools_prefix|>[{listed}]<|tools_suffix|>"

@@ -11,6 +11,8 @@ V4 says ``tool_calls`` for ``function_calls``, and GigaChat 3.5 ``GCML`` for ``D
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from app.parsers.tools.invoke import InvokeParser
 
 __all__ = ["DeepSeekV4Parser", "DeepSeekV32Parser", "GigaChat35Parser"]
@@ -20,7 +22,7 @@ class DeepSeekV32Parser(InvokeParser):
     PREFIX = "｜DSML｜"
     OPEN = ("<｜DSML｜function_calls>",)
     CLOSE = "</｜DSML｜function_calls>"
-    MARKS = (CLOSE,)
+    MARKS: ClassVar[tuple[str, ...]] = (CLOSE,)
     SECTION = ("<｜DSML｜function_calls>\n", CLOSE)
     BETWEEN = ""
     TYPED = True

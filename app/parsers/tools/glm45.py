@@ -25,8 +25,8 @@ class Glm45Parser(ParameterParser):
 
     PREFIX: ClassVar[str] = ""
     SUFFIXES: ClassVar[tuple[str, ...]] = ("",)
-    OPEN = ("<tool_call>",)
-    MARKS = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    OPEN: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    MARKS: ClassVar[tuple[str, ...]] = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     suffix = ""
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from app.parsers.base import Reading, StreamingParser
 
 __all__ = ["Granite20bParser", "GraniteParser"]
@@ -13,8 +15,8 @@ __all__ = ["Granite20bParser", "GraniteParser"]
 class GraniteParser(StreamingParser):
     """Granite 3.0 writes ``<|tool_call|>``, later ones ``<tool_call>``."""
 
-    OPEN = ("<|tool_call|>", "<tool_call>")
-    MARKS = ("</tool_call>",)
+    OPEN: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<tool_call>")
+    MARKS: ClassVar[tuple[str, ...]] = ("</tool_call>",)
     SECTION = ("<|tool_call|>[", "]")
     BETWEEN = '", "'
 

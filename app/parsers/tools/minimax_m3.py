@@ -53,6 +53,8 @@ class MiniMaxM3Parser(ParameterParser):
     def _members_of_call(self) -> Reading[None]:
         schema = self.parameters(self._name)
         while (key := (yield from self._tag())) != "/invoke":
+            if key.startswith("/"):
+                raise ParseError(f"<{key[:32]}> ends nothing")
             if self.member_types(key) == {"string"}:
                 yield from self.parameter(key, f"{_MARK}</{key}>", text=True)
             else:
