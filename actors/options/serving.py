@@ -92,6 +92,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Address to listen on. 0.0.0.0 or :: listens on every interface: set --api-key then.",
         ),
     ] = "127.0.0.1"
@@ -100,6 +101,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="NAMES",
             help="Names allowed in the Host header, in addition to IP addresses, localhost, the name of this machine "
             "and that of --host; *.example.com allows every name below example.com, * every name. Without it the "
@@ -112,6 +114,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="ORIGINS",
             help="Origins whose pages may call this server from a browser (CORS), such as "
             "http://localhost:3000; * for all.",
@@ -122,6 +125,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="METHODS",
             help="Methods that pages of allowed origins may use; * for all.",
         ),
@@ -131,6 +135,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="NAMES",
             help="Request headers that pages of allowed origins may send; * for all, including Authorization.",
         ),
@@ -140,6 +145,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Let pages of allowed origins, each listed by name, send credentials such as cookies, for a proxy "
             "that requires them. API keys need no such permission.",
         ),
@@ -149,6 +155,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=65535,
             help="TCP port to listen on; 0 chooses a free one and logs it.",
@@ -159,6 +166,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Serve SGLang's gRPC service, too, with gRPC's health and reflection: at --grpc-port of --host, "
             "without TLS, with the same keys and limits.",
         ),
@@ -168,6 +176,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=65535,
             help="TCP port of --grpc-mode; 0 chooses a free one and logs it.",
@@ -178,6 +187,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             aliases=("root-path",),
             metavar="PATH",
             help="Path under which a proxy serves this server, such as /llm. Empty for none.",
@@ -188,6 +198,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Disable the live page: /, its scripts under /page and its feed under /stage.",
         ),
     ] = False
@@ -196,6 +207,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Skip the warm-up requests; the first real requests are slower instead.",
         ),
     ] = False
@@ -204,6 +216,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[Literal["generate", "long-prompt", "batch"], ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             kind="names",
             metavar="NAMES",
             help="Warm-up requests to run before the server is ready, separated by commas: generate (a short answer), "
@@ -215,6 +228,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=3600,
             metavar="SECONDS",
@@ -227,6 +241,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=86400,
             metavar="SECONDS",
@@ -247,6 +262,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             default_text="none",
             metavar="DIRECTORY",
             help="Keep the files and batches of /v1/files and /v1/batches in this directory, which no other server "
@@ -258,6 +274,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=1_000_000,
             above=True,
@@ -270,6 +287,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=1_000_000,
             metavar="MIB",
@@ -282,6 +300,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=1_000_000,
             above=True,
@@ -343,6 +362,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="administration is off",
             secret=True,
             metavar="KEY",
@@ -354,6 +374,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="the environment variable TROUPE_ADMIN_API_KEY, else none",
             metavar="FILE",
             help="File with the key of --admin-api-key.",
@@ -375,6 +396,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str,
         ArgumentSpec(
             group="API",
+            server_only=True,
             metavar="NAME",
             help="A label of the weights, reported by /model_info and native answers.",
         ),
@@ -404,6 +426,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="the form of Qwen Coder, StarCoder, DeepSeek Coder, Seed-Coder or Codestral, by its marks",
             metavar="FILE",
             help="File with a Jinja template that joins prompt and suffix (its variables) of /v1/completions.",
@@ -414,6 +437,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="none",
             minimum=0,
             maximum=2**31 - 1,
@@ -445,6 +469,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="API",
+            server_only=True,
             aliases=("enable-prompt-tokens-details",),
             help="Report prompt tokens of the prefix cache as usage.prompt_tokens_details.cached_tokens.",
         ),
@@ -465,6 +490,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ToolFormat | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="auto",
             synonyms=_TOOL_NAMES,
             unbuilt_choices=_OTHER_TOOL_NAMES,
@@ -479,6 +505,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ThoughtFormat | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="auto",
             synonyms=_THOUGHT_NAMES,
             unbuilt_choices=_OTHER_THOUGHT_NAMES,
@@ -503,6 +530,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="API",
+            server_only=True,
             help="Events of /generate streams contain only new output. Otherwise they repeat the output so far, and "
             "become rarer for long outputs. Prompt data comes with the first event in both modes.",
         ),

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from app.parsers.base import Reading
+from app.parsers.text_reader import Reading
 from app.parsers.tools.invoke import InvokeParser
 
 __all__ = ["DotsParser"]

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import msgspec
 
-from app.parsers.base import IncompleteCall, ParseError, Reading, Sink, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import IncompleteCall, ParseError, Reading, Sink
 from app.parsers.tools.lark import Rules, Schema, placed
 from app.parsers.tools.parameters import members
 

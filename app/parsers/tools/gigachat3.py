@@ -6,7 +6,8 @@ function call<|role_sep|>
 
 from __future__ import annotations
 
-from app.parsers.base import Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import Reading
 
 __all__ = ["GigaChat3Parser"]
 

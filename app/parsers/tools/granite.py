@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from app.parsers.base import Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import Reading
 
 __all__ = ["Granite20bParser", "GraniteParser"]
 

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from app.parsers.base import Reading
+from app.parsers.text_reader import Reading
 from app.parsers.tools.glm45 import Glm45Parser
 from app.parsers.tools.lark import Rules, Schema
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from html import unescape
 
-from app.parsers.base import ParseError, Reading
+from app.parsers.text_reader import ParseError, Reading
 from app.parsers.tools.lark import Rules, Schema, Unenforceable
 from app.parsers.tools.parameters import ParameterParser, Value
 

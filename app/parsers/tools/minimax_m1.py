@@ -9,7 +9,8 @@ Hunyuan-A13B and Jamba write one list of JSON between these tags.
 
 from __future__ import annotations
 
-from app.parsers.base import Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import Reading
 
 __all__ = ["HunyuanA13bParser", "MiniMaxM1Parser"]
 

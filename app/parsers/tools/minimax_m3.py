@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.parsers.base import IncompleteCall, ParseError, Reading
+from app.parsers.text_reader import IncompleteCall, ParseError, Reading
 from app.parsers.tools.lark import Rules, Schema, resolved
 from app.parsers.tools.parameters import ParameterParser, Value, quoted, types_of
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from app.parsers.base import IncompleteCall, ParseError, Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import IncompleteCall, ParseError, Reading
 from app.parsers.tools.lark import ANNOTATIONS, ANY, Rules, Schema, Unenforceable, placed, resolved
 
 __all__ = ["ParameterParser", "Value", "as_json", "is_json", "members", "quoted", "types_of"]

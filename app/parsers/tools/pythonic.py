@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from app.parsers.base import IncompleteCall, ParseError, Reading, Sink, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import IncompleteCall, ParseError, Reading, Sink
 from app.parsers.tools.lark import ANNOTATIONS, Rules, Schema, Unenforceable, placed, resolved
 from app.parsers.tools.parameters import members, types_of
 

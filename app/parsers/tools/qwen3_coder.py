@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from app.parsers.base import Reading
+from app.parsers.text_reader import Reading
 from app.parsers.tools.lark import Rules, Schema
 from app.parsers.tools.parameters import ParameterParser, Value, is_json
 from app.parsers.tools.pythonic import literal_json

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from app.parsers.base import Reading
+from app.parsers.text_reader import Reading
 from app.parsers.tools.lark import Rules, Schema
 from app.parsers.tools.parameters import ParameterParser, Value
 
