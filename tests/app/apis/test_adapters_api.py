@@ -160,6 +160,32 @@ async def test_a_name_that_no_log_can_carry_is_refused(application, adapters, na
     assert (status, answer["error"]["param"]) == (400, "lora_name")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 4}),
+        ("/api/chat", {**CHAT, "stream": False}),
+        ("/completion", {"prompt": "a"}),
+    ],
+)
+async def test_an_answer_whose_adapter_is_unloaded_meanwhile_is_given(
+    application, engine, adapters, path, body, monkeypatch
+):
+    generate = engine.generate
+
+    def unloading(*given, **options):
+        stream = generate(*given, **options)
+        del engine.adapters._names["pirate"]
+        return stream
+
+    monkeypatch.setattr(engine, "generate", unloading)
+    assert (await post(application, path, model="pirate", **body))[0] == 200
+    assert (await post(application, path, model="pirate", **body))[0] == 404
+
+
 async def test_a_server_without_adapters_says_so(application):
     status, answer = await post(application, "/load_lora_adapter", lora_name="a", lora_path="/a")
     assert (status, answer["error"]["code"]) == (409, "adapters_disabled")
