@@ -67,6 +67,13 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 _module = ""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let what a test draws without a seed not depend on the tests before it in this process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory with small random weights."""
