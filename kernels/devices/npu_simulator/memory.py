@@ -82,7 +82,7 @@ class Aliases:
         memory = (ctypes.c_byte * size).from_address(address)
         with torch.inference_mode(False):
             storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-            whole = torch.empty(0, dtype=dtype).set_(storage, 0, (size // dtype.itemsize,))
+            whole = torch.empty(0, dtype=dtype).set_(storage, 0, (size // dtype.itemsize,), (1,))
         self._whole[address, size, dtype] = whole
         return whole
 
