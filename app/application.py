@@ -163,7 +163,7 @@ class Troupe(Quart):
                 status = self.engine.status
         if status.phase == "ready":
             if not self.service.warm:
-                await warm_up(self.engine)
+                await warm_up(self.engine, self.arguments)
                 self.service.warm = True
             log.info("%s is ready after %.1f s", self.service.model_name, time.monotonic() - started)
             self.started.set()

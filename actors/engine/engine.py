@@ -98,11 +98,12 @@ def _check_types(prompt: object, params: object) -> None:
 class Engine:
     """Serves a model with actors.
 
-    Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments`` takes
-    an :class:`Arguments` instead. ``registry`` receives the metrics until the engine is closed; by default the engine
-    creates one. ``tracer_provider`` receives the traces and has its own exporter; without it --enable-trace decides.
-    ``early``: worker processes started before; the engine ends those it does not need. ``faults``: faults to inject in
-    tests, see :mod:`actors.faults`. Raises :class:`ArgumentError` for wrong keywords.
+    Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``), except those that
+    only a server reads, such as ``port``. ``arguments`` takes an :class:`Arguments` instead, with the options of the
+    server that the engine is for, if there is one. ``registry`` receives the metrics until the engine is closed; by
+    default the engine creates one. ``tracer_provider`` receives the traces and has its own exporter; without it
+    --enable-trace decides. ``early``: worker processes started before; the engine ends those it does not need.
+    ``faults``: faults to inject in tests, see :mod:`actors.faults`. Raises :class:`ArgumentError` for wrong keywords.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Engine:
         **keywords: object,
     ) -> None:
         if arguments is None:
-            arguments = Arguments.from_keywords(**keywords)
+            arguments = Arguments.for_engine(**keywords)
         elif keywords:
             raise ArgumentError([f"{min(keywords)}: give either arguments or keywords, not both"])
         if arguments.model_path is None:
@@ -583,10 +584,11 @@ class Engine:
         self._require_intake()
         await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
 
-    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
-        """Load a LoRA adapter from a local directory, beside running requests. Raises InvalidRequest."""
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> None:
+        """Load a LoRA adapter from a local directory, beside running requests. ``replace``: instead of the one of this
+        name. Raises InvalidRequest."""
         self._require_intake()
-        await self.adapters.load(name, path, pinned=pinned)
+        await self.adapters.load(name, path, pinned=pinned, replace=replace)
 
     async def unload_adapter(self, name: str) -> None:
         """Take no more requests of an adapter, and return when those that run have ended. Raises InvalidRequest."""

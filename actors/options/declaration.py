@@ -40,6 +40,7 @@ class ArgumentSpec(msgspec.Struct, frozen=True, kw_only=True):
     above: bool = False
     also: tuple[Number, ...] = ()
     secret: bool = False
+    server_only: bool = False
 
 
 def declared(options: type[msgspec.Struct]) -> tuple[Argument, ...]:

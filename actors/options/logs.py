@@ -21,6 +21,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error", "critical"],
         ArgumentSpec(
             group="Logging",
+            server_only=True,
             synonyms=_LEVEL_SYNONYMS,
             help="The lowest severity to log.",
         ),
@@ -30,6 +31,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error", "critical"] | None,
         ArgumentSpec(
             group="Logging",
+            server_only=True,
             aliases=("uvicorn-log-level",),
             default_text="as --log-level",
             synonyms=_LEVEL_SYNONYMS,
@@ -50,6 +52,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="Logging",
+            server_only=True,
             aliases=("uvicorn-access-log-exclude-prefixes", "disable-access-log-for-endpoints"),
             kind="names",
             metavar="PATH,...",

@@ -11,7 +11,7 @@ from actors.options.declaration import ArgumentSpec
 from actors.options.errors import ArgumentError
 from actors.options.expert_placement import ExpertPlacementArguments
 
-__all__ = ["AdapterPath", "LoraArguments", "adapter_path"]
+__all__ = ["AdapterPath", "LoraArguments", "adapter_path", "is_adapter_name"]
 
 
 class AdapterPath(msgspec.Struct, frozen=True):
@@ -23,6 +23,11 @@ class AdapterPath(msgspec.Struct, frozen=True):
 
 
 _KEYS = {"lora_name": "name", "name": "name", "lora_path": "path", "path": "path", "pinned": "pinned"}
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether requests, metrics and logs can carry a name."""
+    return bool(name.strip()) and name.isprintable()
 
 
 def adapter_path(word: str) -> AdapterPath:
@@ -46,6 +51,8 @@ def adapter_path(word: str) -> AdapterPath:
             raise ArgumentError(f"{word[:80]!r} is no adapter ({error})") from None
     if not (result.name and result.path):
         raise ArgumentError(f"{word[:80]!r} needs a name and a path, as in pirate=adapters/pirate")
+    if not is_adapter_name(result.name):
+        raise ArgumentError(f"{result.name[:80]!r} is no name; take one of printable characters")
     if "://" in result.path:
         raise ArgumentError(f"{result.path[:80]!r} is a URL; give owner/name of the hub, or a directory")
     return result

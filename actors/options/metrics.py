@@ -104,6 +104,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
         str,
         ArgumentSpec(
             group="Metrics",
+            server_only=True,
             metavar="HEADER",
             help="Header with a JSON object of a request's custom labels.",
         ),

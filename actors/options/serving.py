@@ -12,18 +12,22 @@ __all__ = ["ServingArguments", "ThoughtFormat", "ToolFormat"]
 ToolFormat = Literal[
     "auto", "off", "hermes", "qwen3_coder", "llama3_json", "llama4", "pythonic", "mistral", "deepseekv3",
     "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m1", "minimax-m2",
-    "step3", "granite", "internlm", "phi4", "cohere", "gemma4", "lfm2", "json", "passthrough",
+    "step3", "granite", "internlm", "phi4", "cohere", "gemma4", "lfm2", "functiongemma", "minimax-m3", "hy_v3",
+    "hunyuan_a13b", "seed_oss", "longcat", "olmo3", "granite-20b-fc", "gigachat3", "gigachat35", "apertus", "minicpm5",
+    "kimi_k3", "solar_open2", "dots", "k2_horizon", "json", "passthrough",
 ]  # fmt: skip
 """Values of ``--tool-call-parser``; the registry of parsers has a class for each format."""
 
 ThoughtFormat = Literal[
     "auto", "off", "base", "deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45", "kimi", "kimi_k2",
-    "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere",
+    "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere", "minimax-m3",
+    "minimax-append-think", "hy_v3", "hunyuan_a13b", "ernie45", "seed_oss", "granite", "apertus", "solar_open2",
+    "k2_horizon", "kimi_k3",
 ]  # fmt: skip
 """Values of ``--reasoning-parser``; the registry of parsers has the marks of each format."""
 
 _TOOL_NAMES = {
-    **dict.fromkeys(("qwen", "qwen25", "qwen3", "granite4", "ernie45"), "hermes"),
+    **dict.fromkeys(("qwen", "qwen25", "qwen3", "granite4", "ernie45", "trinity"), "hermes"),
     **dict.fromkeys(("qwen_coder", "qwen3_xml", "step3p5", "mimo", "nemotron", "nemotron_v3"), "qwen3_coder"),
     **dict.fromkeys(("llama", "llama3", "llama4_json"), "llama3_json"),
     "llama4_pythonic": "llama4",
@@ -32,10 +36,15 @@ _TOOL_NAMES = {
     "deepseek_v32": "deepseekv32",
     "deepseekv4": "deepseek_v4",
     **dict.fromkeys(("kimik2", "kimi"), "kimi_k2"),
-    **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe", "ling3"), "glm45"),
+    **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe", "ling3", "poolside_v1", "spark25"), "glm45"),
     **dict.fromkeys(("openai", "gpt_oss", "harmony"), "gpt-oss"),
     **dict.fromkeys(("minimax", "minimax_m1"), "minimax-m1"),
     "minimax_m2": "minimax-m2",
+    "minimax_m3": "minimax-m3",
+    **dict.fromkeys(("hunyuan", "hy_v4"), "hy_v3"),
+    "jamba": "hunyuan_a13b",
+    "apertus2509": "apertus",
+    "xlam": "json",
     **dict.fromkeys(("internlm2", "interns1"), "internlm"),
     **dict.fromkeys(("phi4_mini_json", "phi4mini"), "phi4"),
     **dict.fromkeys(("command", "cohere_command3", "cohere_command4"), "cohere"),
@@ -44,22 +53,23 @@ _TOOL_NAMES = {
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
 _OTHER_TOOL_NAMES = dict.fromkeys(
-    ("apertus", "apertus2509", "dots", "functiongemma", "gigachat3", "gigachat35", "granite-20b-fc",
-     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "longcat",
-     "minicpm5", "minimax-m3", "minimax_m3", "muse", "olmo3", "poolside_v1", "seed_oss", "solar_open2", "spark25",
-     "trinity", "xlam"),
+    ("inkling", "muse"),
     "this format of tool calls is not supported; use passthrough, which leaves it in the text",
-)  # fmt: skip
+)
 
 _THOUGHT_NAMES = {
     "deepseek_r1": "deepseek-r1",
     **dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek-v31", "deepseek-v4", "deepseek_v4"), "deepseek-v3"),
-    **dict.fromkeys(("mimo", "interns1", "holo2"), "qwen3"),
+    **dict.fromkeys(("mimo", "interns1", "holo2", "poolside_v1", "telechat4"), "qwen3"),
     "qwen3_thinking": "qwen3-thinking",
     **dict.fromkeys(("glm47", "ling3"), "glm45"),
     **dict.fromkeys(("kimi_k25", "kimi-k2"), "kimi_k2"),
     **dict.fromkeys(("gpt_oss", "openai_gptoss", "harmony"), "gpt-oss"),
     **dict.fromkeys(("minimax_m2", "minimax-m2"), "minimax"),
+    "minimax_m3": "minimax-m3",
+    "minimax_m2_append_think": "minimax-append-think",
+    **dict.fromkeys(("hunyuan", "hy_v4"), "hy_v3"),
+    "apertus2509": "apertus",
     "step3p5": "step3",
     "gemma4": "gemma",
     **dict.fromkeys(("nemotron_v3", "nemotron_3", "nano_v3"), "nemotron"),
@@ -70,10 +80,9 @@ _THOUGHT_NAMES = {
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
 _OTHER_THOUGHT_NAMES = dict.fromkeys(
-    ("ernie45", "granite", "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "kimi_k3", "minimax-append-think",
-     "minimax_m2_append_think", "minimax_m3", "minimax-m3", "poolside_v1", "seed_oss", "solar_open2"),
+    ("inkling",),
     "this format of reasoning is not supported; use off, which leaves it in the text",
-)  # fmt: skip
+)
 
 
 class ServingArguments(ModelArguments, frozen=True, kw_only=True):
@@ -83,6 +92,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Address to listen on. 0.0.0.0 or :: listens on every interface: set --api-key then.",
         ),
     ] = "127.0.0.1"
@@ -91,6 +101,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="NAMES",
             help="Names allowed in the Host header, in addition to IP addresses, localhost, the name of this machine "
             "and that of --host; *.example.com allows every name below example.com, * every name. Without it the "
@@ -103,6 +114,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="ORIGINS",
             help="Origins whose pages may call this server from a browser (CORS), such as "
             "http://localhost:3000; * for all.",
@@ -113,6 +125,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="METHODS",
             help="Methods that pages of allowed origins may use; * for all.",
         ),
@@ -122,6 +135,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[str, ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             metavar="NAMES",
             help="Request headers that pages of allowed origins may send; * for all, including Authorization.",
         ),
@@ -131,6 +145,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Let pages of allowed origins, each listed by name, send credentials such as cookies, for a proxy "
             "that requires them. API keys need no such permission.",
         ),
@@ -140,6 +155,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=65535,
             help="TCP port to listen on; 0 chooses a free one and logs it.",
@@ -150,6 +166,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Serve SGLang's gRPC service, too, with gRPC's health and reflection: at --grpc-port of --host, "
             "without TLS, with the same keys and limits.",
         ),
@@ -159,6 +176,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=65535,
             help="TCP port of --grpc-mode; 0 chooses a free one and logs it.",
@@ -169,6 +187,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             aliases=("root-path",),
             metavar="PATH",
             help="Path under which a proxy serves this server, such as /llm. Empty for none.",
@@ -179,6 +198,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Disable the live page: /, its scripts under /page and its feed under /stage.",
         ),
     ] = False
@@ -187,6 +207,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             help="Skip the warm-up requests; the first real requests are slower instead.",
         ),
     ] = False
@@ -195,6 +216,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         tuple[Literal["generate", "long-prompt", "batch"], ...],
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             kind="names",
             metavar="NAMES",
             help="Warm-up requests to run before the server is ready, separated by commas: generate (a short answer), "
@@ -206,6 +228,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=3600,
             metavar="SECONDS",
@@ -218,6 +241,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=86400,
             metavar="SECONDS",
@@ -238,6 +262,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             default_text="none",
             metavar="DIRECTORY",
             help="Keep the files and batches of /v1/files and /v1/batches in this directory, which no other server "
@@ -249,6 +274,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=1_000_000,
             above=True,
@@ -261,6 +287,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=1_000_000,
             metavar="MIB",
@@ -273,6 +300,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         float,
         ArgumentSpec(
             group="HTTP server",
+            server_only=True,
             minimum=0,
             maximum=1_000_000,
             above=True,
@@ -334,6 +362,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="administration is off",
             secret=True,
             metavar="KEY",
@@ -345,6 +374,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="the environment variable TROUPE_ADMIN_API_KEY, else none",
             metavar="FILE",
             help="File with the key of --admin-api-key.",
@@ -366,6 +396,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str,
         ArgumentSpec(
             group="API",
+            server_only=True,
             metavar="NAME",
             help="A label of the weights, reported by /model_info and native answers.",
         ),
@@ -395,6 +426,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="the form of Qwen Coder, StarCoder, DeepSeek Coder, Seed-Coder or Codestral, by its marks",
             metavar="FILE",
             help="File with a Jinja template that joins prompt and suffix (its variables) of /v1/completions.",
@@ -405,6 +437,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         int | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="none",
             minimum=0,
             maximum=2**31 - 1,
@@ -436,6 +469,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="API",
+            server_only=True,
             aliases=("enable-prompt-tokens-details",),
             help="Report prompt tokens of the prefix cache as usage.prompt_tokens_details.cached_tokens.",
         ),
@@ -456,6 +490,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ToolFormat | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="auto",
             synonyms=_TOOL_NAMES,
             unbuilt_choices=_OTHER_TOOL_NAMES,
@@ -470,6 +505,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ThoughtFormat | None,
         ArgumentSpec(
             group="API",
+            server_only=True,
             default_text="auto",
             synonyms=_THOUGHT_NAMES,
             unbuilt_choices=_OTHER_THOUGHT_NAMES,
@@ -494,6 +530,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         ArgumentSpec(
             group="API",
+            server_only=True,
             help="Events of /generate streams contain only new output. Otherwise they repeat the output so far, and "
             "become rarer for long outputs. Prompt data comes with the first event in both modes.",
         ),

@@ -6,15 +6,22 @@ from typing import Any, Self
 
 import msgspec
 
+from actors.options.argument import Argument
 from actors.options.consistency import contradictions
 from actors.options.errors import ArgumentError
 from actors.options.keys import with_keys
 from actors.options.lora import AdapterPath, adapter_path
-from actors.options.resolving import RawArgument, resolve
+from actors.options.resolving import RawArgument, find, resolve
 from actors.options.speculative import SpeculativeArguments
 from actors.options.table import ARGUMENTS
 
 __all__ = ["Arguments"]
+
+_INSTEAD = {
+    "log_level": "use logging.getLogger('troupe').setLevel(...)",
+    "shutdown_timeout": "use engine.drain(timeout)",
+}
+"""What an embedding program does in place of options of the server."""
 
 
 class Arguments(SpeculativeArguments, frozen=True, kw_only=True):
@@ -48,6 +55,21 @@ class Arguments(SpeculativeArguments, frozen=True, kw_only=True):
         if keywords.get("config") is not None:
             raise ArgumentError("config: a file is read by the command line only; give its arguments as keywords")
         return cls(**with_keys(resolve([layer]), {}))
+
+    @classmethod
+    def for_engine(cls, **keywords: object) -> Self:
+        """As :meth:`from_keywords`, for an engine without a server. Raises ArgumentError for options of the server,
+        too."""
+        arguments = cls.from_keywords(**keywords)
+        problems = []
+        for name, value in keywords.items():
+            entry = find(name).entry
+            if value is not None and isinstance(entry, Argument) and entry.server_only:
+                instead = _INSTEAD.get(entry.field, "use troupe serve")
+                problems.append(f"{name}: a server has it and Engine(...) starts none; leave it out, or {instead}")
+        if problems:
+            raise ArgumentError(problems)
+        return arguments
 
     @property
     def model_name(self) -> str:

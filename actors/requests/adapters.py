@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from actors.options import Arguments
+from actors.options.lora import is_adapter_name
 from actors.protocol import LoadAdapter, NumberedAdapter, UnloadAdapter, WorkerProtocol
 from actors.protocol.requests import InvalidRequest, RequestFailed
 from actors.runtime import ActorDied, ActorRef, AskTimeout, MailboxFull
@@ -55,9 +56,18 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 def read_adapters(arguments: Arguments, base: Mapping[str, Any]) -> tuple[AdapterInfo, ...]:
-    """What the adapters of --lora-paths are, after those of the hub have been downloaded. Raises ConfigError or
-    ModelPathError."""
-    return tuple(_read(each.path, arguments, base) for each in arguments.adapter_paths)
+    """What the adapters of --lora-paths are, after those of the hub have been downloaded. Raises a ConfigError with the
+    reasons of all that are wrong, or ModelPathError."""
+    found: list[AdapterInfo] = []
+    wrong: list[ConfigError] = []
+    for each in arguments.adapter_paths:
+        try:
+            found.append(_read(each.path, arguments, base))
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise ConfigError("; ".join(str(error).removesuffix(".") for error in wrong))
+    return tuple(found)
 
 
 def adapter_settings(arguments: Arguments, infos: Sequence[AdapterInfo]) -> AdapterSettings | None:
@@ -189,19 +199,22 @@ class Adapters:
 
     # -- loading
 
-    async def load(self, name: str, path: str, *, pinned: bool = False) -> Adapter:
-        """Load a local directory, or a repository of the hub, in every worker, beside running steps. Raises
+    async def load(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> Adapter:
+        """Load a local directory, or a repository of the hub, in every worker, beside running steps. ``replace``: if
+        an adapter of this name is loaded, its running requests end with it, and later ones have the new one. Raises
         InvalidRequest."""
         if "://" in path:
             raise InvalidRequest(
                 "lora_path is a URL; give a directory of the server or owner/name of the hub.", param="lora_path"
             )
+        if not is_adapter_name(name):
+            raise InvalidRequest("lora_name: needs printable characters, of which one is no space.", param="lora_name")
         async with self._changing:
             if name in self._arguments.model_names:
                 raise InvalidRequest(
                     f"lora_name: {name[:128]!r} is the name of the model. Take another name.", param="lora_name"
                 )
-            if name in self._names:
+            if name in self._names and not replace:
                 raise InvalidRequest(
                     f"lora_name: {name[:128]!r} is loaded already. Unload it, or take another name.", param="lora_name"
                 )
@@ -209,7 +222,7 @@ class Adapters:
                 info = await asyncio.to_thread(_read, path, self._arguments, self._base, self._settings)
             except (ConfigError, ModelPathError) as error:
                 raise InvalidRequest(f"lora_path: {str(error).removesuffix('.')}.", param="lora_path") from None
-            self._require_room()
+            self._leaving_for(name)
             adapter = self._make(name, path, pinned, info)
             self._hold(adapter)  # a worker that starts meanwhile loads it with the model
             self._loading[adapter.index] = ""
@@ -227,15 +240,18 @@ class Adapters:
                 raise
             finally:
                 del self._loading[adapter.index]
-            if (evicted := self._require_room()) is not None:
+            if (evicted := self._leaving_for(name)) is not None:
                 del self._names[evicted.name]
                 self._forget(evicted)  # when its requests have ended
             self._names[name] = adapter
             self._lost.pop(name, None)
             return adapter
 
-    def _require_room(self) -> Adapter | None:
-        """The adapter that leaves for one more; None: there is room. Raises InvalidRequest where all are pinned."""
+    def _leaving_for(self, name: str) -> Adapter | None:
+        """The adapter that leaves for one of this name; None: there is room. Raises InvalidRequest where all are
+        pinned."""
+        if (same := self._names.get(name)) is not None:
+            return same
         most = self._arguments.max_loaded_loras
         if most is None or len(self._names) < most:
             return None

@@ -1,57 +1,27 @@
 """The base class of all formats: it reads the text of one choice once, as it arrives.
 
-A format is written as a generator that reads like its grammar: ``yield from self.until(mark)`` passes text on and
-returns behind the mark, whatever pieces the text comes in. So a stream and a whole answer give the same result.
+A format is written as a generator that reads like its grammar, with the methods of :class:`TextReader`.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping
 from secrets import token_hex
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
 from app.parsers.reasoning.formats import ReasoningFormat
+from app.parsers.text_reader import IncompleteCall, ParseError, Reading, TextReader, decoded
 from app.parsers.tools.lark import Rules, Schema, Unenforceable
 
-__all__ = [
-    "IncompleteCall",
-    "ParseError",
-    "Reading",
-    "Sink",
-    "StreamingParser",
-]
+__all__ = ["StreamingParser"]
 
 _log = logging.getLogger("troupe.parsers")
 
-T = TypeVar("T")
-Reading = Generator[None, None, T]
-"""Reads text and returns a T; it yields when it needs more text."""
-
-Sink = Callable[[str], None]
-
-_SPACE = re.compile(r"\s*")
-_STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
-_SCALAR_RUN = re.compile(r"[-+.\w]*")
-_SCALAR = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
-_DEPTH = 64
-_LONGEST_NAME = 256
 _PIECE = 4096
-
-
-class ParseError(Exception):
-    """The text is not what the format says. What was read of it since the last mark becomes content."""
-
-
-class IncompleteCall(ParseError):
-    """The text ends in the middle of a call."""
-
-    def __init__(self) -> None:
-        super().__init__("it is not complete")
 
 
 class _PartialCall(msgspec.Struct):
@@ -65,7 +35,7 @@ class _PartialCall(msgspec.Struct):
     unknown: bool = False
 
 
-class StreamingParser:
+class StreamingParser(TextReader):
     """Splits the text of one choice into thought, content and tool calls.
 
     A format declares its marks and overrides :meth:`block`, which reads one block of calls behind a mark of ``OPEN``.
@@ -74,9 +44,9 @@ class StreamingParser:
     linear in the length of the text.
 
     A format may also override :meth:`at_start` (calls without a mark), :meth:`frame` or :meth:`call_rule` (a call as
-    part of a grammar), :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It builds them from
-    the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``, ...), which none
-    overrides.
+    part of a grammar), :meth:`section`, :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It
+    builds them from the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``,
+    ...), which none overrides.
 
     ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
     is looked for. Unless ``parallel``, only the first call is returned. ``reasoning_format``: of the reasoning before
@@ -125,6 +95,7 @@ class StreamingParser:
         stream_reasoning: bool = True,
         hidden: tuple[str, ...] = (),
     ) -> None:
+        super().__init__()
         self.calls = 0
         self._ids: set[str] = set()
         self.thought = False  # whether a thought has begun
@@ -135,14 +106,11 @@ class StreamingParser:
         self._separate = separate
         self._stream_thought = stream_reasoning
         self._hidden = hidden
-        self._text = ""  # not read yet
-        self._ended = False
-        self._read: list[str] | None = None  # read and not passed on yet, if it may become content again
+        self._answer_ends: tuple[str, ...] = ()
         self._pieces: list[Piece] = []
         self._space: list[str] = []  # at the end of the thought, unless more of it follows
         self._held_thought: list[str] = []
         self._called = False  # the current block has a call
-        self._calling = False  # which has begun, and not ended
         self._suppressed = False  # the current call is not returned
         self._run = self._everything(thinking)
         next(self._run)
@@ -192,11 +160,11 @@ class StreamingParser:
     def answer(self) -> Reading[None]:
         """Read everything behind the thought."""
         yield from self.attempt(self.at_start(), expected=False)
-        marks = (*self.OPEN, *self.MARKS, *self._hidden)
+        marks = (*self.OPEN, *self.MARKS, *self._hidden, *self._answer_ends)
         while mark := (yield from self.until(marks, self.add_content)):
             if mark in self.OPEN:
                 yield from self.attempt(self.block(mark))
-            elif mark in self.MARKS:
+            elif mark not in self._hidden:
                 yield from self.space()
 
     @classmethod
@@ -221,6 +189,12 @@ class StreamingParser:
         return f"{rules.text(frame[0])} {rules.json(schema or {'type': 'object'})} {rules.text(frame[1])}"
 
     @classmethod
+    def section(cls, rules: Rules) -> tuple[str, str]:
+        """``SECTION`` in a grammar, with the marks that the vocabulary has."""
+        del rules
+        return cls.SECTION
+
+    @classmethod
     def answer_rule(cls, calls: list[str], rules: Rules, *, forced: bool, other: str | None) -> str | None:
         """A whole answer, in formats that do not have calls in the middle of text. ``calls``: each a rule; ``forced``,
         ``other``: see :func:`app.parsers.tools.constraints.native_calls`."""
@@ -239,17 +213,19 @@ class StreamingParser:
         yield  # until the first text
         if self._reasoning_format is not None:
             yield from self._think(self._reasoning_format, thinking)
+            if self._separate and self._reasoning_format.answer:
+                yield from self._begin_answer(*self._reasoning_format.answer)
         if self._tools is None:
-            while (yield from self.until(self._hidden, self.add_content)):
-                pass
+            while mark := (yield from self.until((*self._hidden, *self._answer_ends), self.add_content)):
+                if mark not in self._hidden:
+                    yield from self.space()
         else:
             yield from self.answer()
 
     def _think(self, reasoning_format: ReasoningFormat, thinking: bool | None) -> Reading[None]:
         self._read = []
         yield from self.space()
-        begun = reasoning_format.begin + reasoning_format.label
-        has_begin = yield from self.skip(begun)
+        has_begin = yield from self.skip(*reasoning_format.begins)
         if not has_begin and not (thinking or (reasoning_format.always and thinking is None)):
             self.give_up()
             if thinking is False:
@@ -257,13 +233,16 @@ class StreamingParser:
             return
         self.thought = True
         before, self._read = self._read, None
+        if reasoning_format.inline:
+            self._separate, has_begin = False, has_begin or reasoning_format.begin
         if self._separate:
             yield from self.space()
         else:
             self.add_content("".join(before) + has_begin)
-        mark = yield from self.until((reasoning_format.end, *reasoning_format.interrupted_by), self._think_aloud)
+        ends = reasoning_format.ends
+        mark = yield from self.until((*ends, *reasoning_format.interrupted_by), self._think_aloud)
         self.end_thought()
-        if mark and mark != reasoning_format.end:
+        if mark and mark not in ends:
             self._text = mark + self._text
         elif mark and not self._separate:
             self.add_content(mark)
@@ -275,13 +254,24 @@ class StreamingParser:
         """Drop the end marks that a model repeats."""
         self._read = []
         yield from self.space()
-        if not (yield from self.skip(reasoning_format.end)):
+        if not (yield from self.skip(*reasoning_format.ends)):
             self.give_up()
             return
         self._read = None
         yield from self.space()
-        while (yield from self.skip(reasoning_format.end)):
+        while (yield from self.skip(*reasoning_format.ends)):
             yield from self.space()
+
+    def _begin_answer(self, begin: str, *ends: str) -> Reading[None]:
+        """Drop the mark before the answer; those behind it are dropped where they come."""
+        self._answer_ends = tuple(before + end for end in ends for before in ("\n", ""))
+        self._read = []
+        yield from self.space()
+        if (yield from self.skip(begin)):
+            self._read = None
+            yield from self.space()
+        else:
+            self.give_up()
 
     def _think_aloud(self, text: str) -> None:
         self.thought_chars += len(text)
@@ -380,197 +370,7 @@ class StreamingParser:
         """The JSON Schema of a tool's parameters."""
         return (self._tools or {}).get(name.strip()) or {}
 
-    # -- reading
-
-    def more(self) -> Reading[bool]:
-        """Wait for more text; False at the end."""
-        if self._ended:
-            return False
-        yield
-        return True
-
-    def _at_end(self) -> bool:
-        return self._ended and not self._text
-
-    def take(self, count: int, *, mark: bool = False) -> str:
-        """Read characters that have arrived. A ``mark`` never becomes content again."""
-        text, self._text = self._text[:count], self._text[count:]
-        if self._read is not None and not mark:
-            self._read.append(text)
-        return text
-
-    def put_back(self, text: str) -> None:
-        """Make what was read last the next text again."""
-        self._text = text + self._text
-        if self._read:
-            self._read = ["".join(self._read).removesuffix(text)]
-
-    def peek(self) -> Reading[str]:
-        """The next character; raises ParseError at the end."""
-        while not self._text:
-            if not (yield from self.more()):
-                raise IncompleteCall
-        return self._text[0]
-
-    def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[None]:
-        """Read as long as the pattern, which matches any number of characters, does."""
-        while True:
-            match = pattern.match(self._text)
-            assert match is not None
-            text = self.take(match.end())
-            if sink is not None and text:
-                sink(text)
-            if self._text or not (yield from self.more()):
-                return
-
-    def space(self) -> Reading[None]:
-        yield from self.run(_SPACE)
-
-    def until(self, marks: tuple[str, ...], sink: Sink) -> Reading[str]:
-        """Pass text on up to the next mark and read the mark; returns it, or "" at the end.
-
-        In a call the begin of a mark at the end is no text: the answer was cut there.
-        """
-        while True:
-            at, mark = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0), default=(-1, ""))
-            if mark:
-                if at:
-                    sink(self.take(at))
-                return self.take(len(mark), mark=True)
-            keep = max((_begun(self._text, mark) for mark in marks), default=0)
-            if self._ended and not self._calling:
-                keep = 0
-            if len(self._text) > keep:
-                sink(self.take(len(self._text) - keep))
-            if not (yield from self.more()):
-                return ""
-
-    def name_until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """A name before one of the marks, and the mark; raises ParseError if there is none."""
-        parts: list[str] = []
-
-        def sink(text: str) -> None:
-            parts.append(text)
-            if sum(map(len, parts)) > _LONGEST_NAME or "<" in text or "\n" in text:
-                raise ParseError(f"{''.join(parts)[:32]!r} is no name")
-
-        mark = yield from self.until(marks, sink)
-        if not mark:
-            raise IncompleteCall
-        return "".join(parts), mark
-
-    def skip(self, *words: str) -> Reading[str]:
-        """Read the one of the words that comes next; returns it, or "" if none does."""
-        while True:
-            for word in words:
-                if self._text.startswith(word):
-                    return self.take(len(word), mark=True)
-            if not any(word.startswith(self._text) for word in words) or not (yield from self.more()):
-                return ""
-
-    def expect(self, *words: str) -> Reading[str]:
-        """Read white space and one of the words; raises ParseError if something else follows."""
-        yield from self.space()
-        word = yield from self.skip(*words)
-        if not word and self._ended and any(word.startswith(self._text) for word in words):
-            raise IncompleteCall
-        if not word:
-            raise ParseError(f"expected {' or '.join(words)}")
-        return word
-
-    def symbol(self, *symbols: str) -> Reading[str]:
-        """Read white space and one of these characters, which become content again if the call is none."""
-        yield from self.space()
-        symbol = yield from self.peek()
-        if symbol not in symbols:
-            raise ParseError(f"expected {' or '.join(symbols)}")
-        return self.take(1)
-
-    # -- JSON
-
-    def json_value(self, sink: Sink, depth: int = 0) -> Reading[None]:
-        """Pass a JSON value on as it arrives; raises ParseError where it ends to be one.
-
-        Raw control characters and unknown escapes in strings, which models write, are escaped.
-        """
-        yield from self.space()
-        first = yield from self.peek()
-        if depth > _DEPTH:
-            raise ParseError("it is nested too deeply")
-        if first == '"':
-            yield from self.json_string(sink)
-        elif first in "{[":
-            yield from self._json_container(sink, depth)
-        else:
-            yield from self._json_scalar(sink)
-
-    def json_string(self, sink: Sink) -> Reading[None]:
-        sink((yield from self.symbol('"')))
-        while True:
-            yield from self.run(_STRING_RUN, sink)
-            char = yield from self.peek()
-            if char == "\\":
-                yield from self._json_escape(sink)
-            else:
-                self.take(1)
-                sink(char if char == '"' else f"\\u{ord(char):04x}")
-                if char == '"':
-                    return
-
-    def text_string(self) -> Reading[str]:
-        """A JSON string, decoded; raises ParseError."""
-        parts: list[str] = []
-        yield from self.json_string(parts.append)
-        return decoded("".join(parts), str)
-
-    def _json_escape(self, sink: Sink) -> Reading[None]:
-        while len(self._text) < (6 if self._text.startswith("\\u") else 2):
-            if not (yield from self.more()):
-                break
-        escape = re.match(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})', self._text)
-        if escape is not None:
-            sink(self.take(escape.end()))
-        elif len(self._text) > 1:
-            self.take(1)
-            sink("\\\\")
-        else:
-            self.take(1)  # cut in the middle
-
-    def _json_container(self, sink: Sink, depth: int) -> Reading[None]:
-        opening = self.take(1)
-        closing = "}" if opening == "{" else "]"
-        sink(opening)
-        yield from self._json_space(sink)
-        if (yield from self.peek()) == closing:
-            sink(self.take(1))
-            return
-        while True:
-            if opening == "{":
-                yield from self.json_string(sink)
-                yield from self._json_space(sink)
-                sink((yield from self.symbol(":")))
-                yield from self._json_space(sink)
-            yield from self.json_value(sink, depth + 1)
-            yield from self._json_space(sink)
-            symbol = yield from self.symbol(",", closing)
-            sink(symbol)
-            if symbol == closing:
-                return
-            yield from self._json_space(sink)
-
-    def _json_space(self, sink: Sink) -> Reading[None]:
-        yield from self.run(_SPACE, sink)
-
-    def _json_scalar(self, sink: Sink) -> Reading[None]:
-        parts: list[str] = []
-        yield from self.run(_SCALAR_RUN, parts.append)
-        text = "".join(parts)
-        if _SCALAR.fullmatch(text) is None:
-            if self._at_end():
-                sink(text)
-                raise IncompleteCall
-            raise ParseError(f"{text[:32]!r} is no JSON value")
-        sink(text)
+    # -- calls as JSON
 
     def named_call(self, name: str, identity: str | None = None) -> Reading[None]:
         """Read the arguments of a call whose name is known: a JSON object, or a string that contains one."""
@@ -654,19 +454,6 @@ class StreamingParser:
                 return
 
 
-def decoded(text: str, kind: type[T]) -> T:
-    """The value of a JSON text; raises ParseError."""
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise ParseError(str(error)) from None
-
-
 def _object(text: str) -> str:
     decoded(text, dict[str, Any])
     return text
-
-
-def _begun(text: str, mark: str) -> int:
-    """Characters at the end of ``text`` that may begin ``mark``."""
-    return next((length for length in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:length])), 0)

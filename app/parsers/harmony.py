@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 
-from app.parsers.base import ParseError, Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import ParseError, Reading
 from app.parsers.tools.lark import ANY, Rules, Schema, Unenforceable
 
 __all__ = ["ForcedHarmonyParser", "HarmonyParser"]

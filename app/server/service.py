@@ -96,6 +96,11 @@ class Service:
     def model_names(self) -> tuple[str, ...]:
         return self.engine.model_names
 
+    @property
+    def all_names(self) -> list[str]:
+        """The names of the model, then those of its adapters."""
+        return [*self.model_names, *(each.name for each in self.engine.adapters)]
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the model, its weights' label and its settings: OpenAI's ``system_fingerprint``."""
@@ -128,7 +133,7 @@ class Service:
                 return known
             if reason := adapters.loss(known):
                 raise ApiError(404, reason, param=param, code="model_not_found")
-        served = [*self.model_names, *(each.name for each in adapters)]
+        served = self.all_names
         shown = ", ".join(map(repr, served[:_SHOWN_NAMES])) + " and others" * (len(served) > _SHOWN_NAMES)
         raise ApiError(
             404,

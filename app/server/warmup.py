@@ -15,6 +15,7 @@ from kernels.contract.tasks import Classify, Embed, Generate, Task
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
+    from actors.options import Arguments
 
 __all__ = ["probe_task", "warm_up"]
 
@@ -23,12 +24,11 @@ log = logging.getLogger("troupe")
 _ANSWER = 4  # tokens
 
 
-async def warm_up(engine: Engine) -> None:
-    """Run ``--warmups`` without a trace in the prefix cache and the latency metrics.
+async def warm_up(engine: Engine, arguments: Arguments) -> None:
+    """Run the server's ``--warmups`` without a trace in the prefix cache and the latency metrics.
 
     A failure is logged, and the server serves nevertheless.
     """
-    arguments = engine.arguments
     room = engine.context_length - _ANSWER
     prompts: list[list[list[int]]] = []
     for name in arguments.warmups:

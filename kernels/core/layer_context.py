@@ -48,7 +48,8 @@ class ExpertModules:
 
     modules: (gate, up, down) of each, or (up, down). here: those of this rank. stacked: the module whose parameters are
     those of all experts, in this checkpoint or in others. sizes: the inner and the hidden one, where the model declares
-    such parameters alone. alternate: outputs of gate and up alternate in them.
+    such parameters alone. alternate: outputs of gate and up alternate in them. router: what chooses them; "": it takes
+    no adapters.
     """
 
     stacked: str
@@ -56,6 +57,7 @@ class ExpertModules:
     here: range
     sizes: tuple[int, int] | None = None
     alternate: bool = False
+    router: str = ""
 
 
 class RowAdapters(Protocol):
@@ -95,6 +97,10 @@ class RowAdapters(Protocol):
 
     def make_experts(self, experts: ExpertModules, context: LayerContext) -> list[tuple[Delta, Delta]] | None:
         """The additions to (gate and up, down) of the experts of this rank; None: no adapter has one."""
+        ...
+
+    def make_router(self, module: str, context: LayerContext) -> Delta | None:
+        """The addition to what chooses or weights experts; None: no adapter has one."""
         ...
 
     def refuse(self, modules: tuple[str, ...], reason: str) -> None:

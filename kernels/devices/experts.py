@@ -93,10 +93,12 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
-    """What adapters add to each expert's gate and up, and to its down, for the adapters of ``rows``."""
+    """What adapters add to each expert's gate and up, and to its down, for the adapters of ``rows``. ``router``: to the
+    logits that choose them; None: nothing."""
 
     deltas: Sequence[tuple[Delta, Delta]]
     rows: LayerContext
+    router: Delta | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,6 +130,7 @@ class ResidentAdapters:
         self._alternate: set[str] = set()  # those of all whose gates and ups alternate
         self._apart_specs: dict[str, TensorSpec] = {}  # of modules that are one tensor in the model
         self._tied: dict[str, TensorSpec] = {}  # the tables of outputs without a weight of their own
+        self._aliases = {alias.rpartition(".")[0]: spec.module for spec in tensors.values() for alias in spec.aliases}
         self._loaded: dict[int, _Host] = {}
         self._resident: dict[int, int] = {}  # the adapter's place; the one to evict first is first
         self._users: dict[int, int] = {}  # slots that hold it
@@ -199,6 +200,10 @@ class ResidentAdapters:
         self._takers.update(module for expert in modules for module in expert)
         self._experts[experts.stacked] = tuple(modules)
         return list(zip(firsts, lasts, strict=True))
+
+    def make_router(self, module: str, context: LayerContext) -> Delta | None:
+        """See ``kernels.core.layer_context.RowAdapters``."""
+        return self._make(((module,),), context)[0] if EXPERTS in self._settings.targets else None
 
     def make_lookup(self, module: str, context: LayerContext) -> Delta | None:
         """See ``kernels.core.layer_context.RowAdapters``."""
@@ -336,13 +341,16 @@ class ResidentAdapters:
         return self._tied.get(module) or self._apart_specs.get(module) or self._tensors[f"{module}.weight"]
 
     def _apart(self, modules: Mapping[str, AdapterModule], wrong: list[str]) -> dict[str, AdapterModule]:
-        """The modules, with those of stacked experts apart."""
+        """The modules under the model's names, with those of stacked experts apart."""
         result: dict[str, AdapterModule] = {}
         for name, found in modules.items():
             stacked = name.replace(".base_layer", "")
             experts = self._experts.get(stacked) if found.experts > 1 else None
             if experts is None:
-                result[name] = found
+                known = self._aliases.get(name, name)
+                if known in result:
+                    wrong.append(f"{known} is there under two names")
+                result[known] = found
                 continue
             *gates, down = experts[0]
             first, second = (self._spec(module).matrix for module in (gates[0], down))

@@ -116,7 +116,8 @@ def _experts(config: ModelConfig, builder: LayerBuilder, module: str) -> Linear:
     builder.refuse_adapters((f"{module}.experts.mlp",), apart)
     modules = [tuple(f"{module}.experts.mlp_experts.{n}.{part}" for part in _PARTS) for n in range(sizes.count)]
     both = sizes.inner * mesh.size, config.hidden_size
-    adapted = moe.adapted_experts(builder, ExpertModules("", modules, range(sizes.count), both))
+    named = ExpertModules("", modules, range(sizes.count), both, router=f"{module}.router.layer")
+    adapted = moe.adapted_experts(builder, named)
     if sizes.apart:
         experts = moe.expert_weights(builder, sizes, f"{module}.experts.mlp")
     else:
@@ -131,7 +132,11 @@ def _experts(config: ModelConfig, builder: LayerBuilder, module: str) -> Linear:
         layers.make(router, None, experts, routing)
         if adapted is None
         else layers.make_in_turn(
-            layers.make_router(router, None, routing), experts, routing, moe.ADAPTED, adapted=adapted
+            moe.adapted_router(builder, layers.make_router(router, None, routing), adapted),
+            experts,
+            routing,
+            moe.ADAPTED,
+            adapted=adapted,
         )
     )
     return layer if mesh.size == 1 else lambda x: mesh.all_reduce(layer(x))

@@ -138,7 +138,9 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Linear:
     """The experts of one layer."""
     sizes, take, mesh = _experts_of(config), builder.source.take, builder.mesh
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
-    adapted = moe.stacked_adapters(builder, sizes, config.hidden_size, f"{module}.experts", alternate=True)
+    adapted = moe.stacked_adapters(
+        builder, sizes, config.hidden_size, f"{module}.experts", router=f"{module}.router", alternate=True
+    )
     firsts: Sequence[Projection]
     lasts: Sequence[Projection]
     if sizes.apart:
@@ -165,7 +167,7 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Linear:
     if adapted is None:
         layer: Linear = layers.make(router, bias, experts, routing, gate)
     else:
-        made = layers.make_router(router, bias, routing)
+        made = moe.adapted_router(builder, layers.make_router(router, bias, routing), adapted)
         layer = layers.make_in_turn(made, experts, routing, moe.ADAPTED, gate, adapted=adapted)
     return layer if mesh.size == 1 else _summed(mesh, layer)
 

@@ -185,7 +185,7 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Experts
     sizes, take = config.experts, builder.source.take
     assert sizes is not None
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
-    adapted = moe.stacked_adapters(builder, sizes, config.hidden_size, f"{module}.experts")
+    adapted = moe.stacked_adapters(builder, sizes, config.hidden_size, f"{module}.experts", router=f"{module}.router")
     if sizes.apart:
         weights = moe.expert_weights(builder, sizes, f"{module}.experts")
     else:
@@ -197,5 +197,6 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Experts
     layers = builder.ops.experts
     router = layers.make_router(take([f"{module}.router.weight"]), None, routing)
     if adapted is not None:
+        router = moe.adapted_router(builder, router, adapted)
         return layers.make_in_turn(router, weights, routing, moe.ADAPTED, adapted=adapted)
     return layers.make_routed(router, weights, routing)

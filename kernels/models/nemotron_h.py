@@ -276,7 +276,8 @@ class _Experts:
             (f"{module}.experts.{expert}.up_proj", f"{module}.experts.{expert}.down_proj")
             for expert in range(sizes.count)
         ]
-        adapted = moe.adapted_experts(builder, ExpertModules(f"{module}.experts", modules, range(sizes.count)))
+        named = ExpertModules(f"{module}.experts", modules, range(sizes.count), router=f"{module}.gate")
+        adapted = moe.adapted_experts(builder, named)
         for up, down in modules:
             experts.append(ExpertWeights(source.projection([up]), None, source.projection([down]), None))
         correction = source.take([f"{module}.gate.e_score_correction_bias"])
@@ -291,6 +292,7 @@ class _Experts:
             correction,
         )
         router = ops.experts.make_router(source.take([f"{module}.gate.weight"]), None, routing)
+        router = moe.adapted_router(builder, router, adapted)
         self.experts = ops.experts.make_in_turn(
             router, experts, routing, "they have no gates", ACTIVATIONS["relu2"], adapted=adapted
         )

@@ -134,6 +134,10 @@ class StageAdapters:
         modules = [self._names(each) for each in experts.modules]
         return self._adapters.make_experts(dataclasses.replace(experts, stacked=stacked, modules=modules), context)
 
+    def make_router(self, module: str, context: LayerContext) -> Delta | None:
+        (whole,) = self._names((module,))
+        return self._adapters.make_router(whole, context)
+
     def refuse(self, modules: tuple[str, ...], reason: str) -> None:
         self._adapters.refuse(self._names(modules), reason)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ _MAGNITUDES = re.compile(r"base_model\.model\.([\w.]+)\.lora_magnitude_vector(?:
 _BASE = re.compile(r"base_model\.model\.([\w.]+)\.base_layer\.weight")
 _STACKED = re.compile(r"\.experts(?:\.mlp)?(?:\.base_layer)*$")
 _PATTERN = re.compile(r"\^?[\w.\\]+\$?")
+_ANY_BEFORE = r".*\."
+_PARAMETERS = "gate_up_proj", "down_proj"
 _REFUSED = {  # keys of adapter_config.json whose values, unless empty, describe what is not supported
     "modules_to_save": "modules trained as a whole are not supported",
     "fan_in_fan_out": "transposed weights are not supported",
@@ -116,8 +118,9 @@ def read_files(
     ranks, alphas = _pattern(config, "rank_pattern", wrong), _pattern(config, "alpha_pattern", wrong)
     ranks = {name: _whole(f"rank_pattern of {name}", value, wrong) for name, value in ranks.items()}
     modules: dict[str, AdapterModule] = {}
+    known_as = _known_as(pairs, config)
     for module, (down, up) in pairs.items():
-        wanted = int(_match(ranks, module, rank))
+        wanted = int(_match(ranks, known_as[module], rank))
         (rows, inputs), (outputs, columns) = down[1], up[1]
         experts = 1
         if _STACKED.search(module) and rows == columns and rows % wanted == 0:  # those of all experts in one
@@ -126,7 +129,7 @@ def read_files(
             wrong.append(f"{module}: A has {rows} rows and B {columns} columns, the rank in {CONFIG} is {wanted}")
         elif rows:
             root = math.sqrt(rows) if config.get("use_rslora") is True else rows
-            scale = _match(alphas, module, alpha) / root
+            scale = _match(alphas, known_as[module], alpha) / root
             if plain_name(module) in modules:
                 wrong.append(f"{module} is stored under two names")
             lookup = "lora_embedding_" in down[0]
@@ -290,6 +293,22 @@ def _is_number(value: object, key: str, wrong: list[str]) -> bool:
     return good
 
 
+def _known_as(modules: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """The names that patterns have for modules: of stacked experts, those of their parameters, which files leave out.
+    PEFT wraps a module once for each of its parameters, in their order, so that the first one is innermost."""
+    result, wrapped = {module: module for module in modules}, dict[str, list[str]]()
+    for module in filter(_STACKED.search, result):
+        wrapped.setdefault(module.replace(".base_layer", ""), []).append(module)
+    given = config.get("target_parameters")
+    targets = {str(each).rpartition(".")[2] for each in given} if isinstance(given, list) else set(_PARAMETERS)
+    parameters = [name for name in _PARAMETERS if name in targets]
+    for plain, found in wrapped.items():
+        if len(found) == len(parameters):
+            innermost_first = sorted(found, key=len, reverse=True)
+            result |= {module: f"{plain}.{name}" for module, name in zip(innermost_first, parameters, strict=True)}
+    return result
+
+
 def _pattern(config: Mapping[str, Any], key: str, wrong: list[str]) -> dict[str, float]:
     """Numbers by the ends of module names. Regular expressions of PEFT are taken where they name one end alone."""
     given = config.get(key) or {}
@@ -297,7 +316,9 @@ def _pattern(config: Mapping[str, Any], key: str, wrong: list[str]) -> dict[str,
         wrong.append(f"{key} is not an object")
         return {}
     result = {}
-    for name, value in given.items():
+    for key_of_peft, value in given.items():
+        name = key_of_peft.removeprefix("^") if key_of_peft.startswith(f"^{_ANY_BEFORE}") else key_of_peft
+        name = name.removeprefix(_ANY_BEFORE)
         if not _PATTERN.fullmatch(name) or "\\" in name.replace("\\.", ""):
             wrong.append(f"{key}: {name!r} is a regular expression; write the names of modules out")
         elif _is_number(value, f"{key} of {name}", wrong):

@@ -27,7 +27,8 @@ def _row(argument: Argument) -> str:
         effect += f" Choices: {', '.join(f'`{choice}`' for choice in argument.choices)}."
     elif argument.kind in ("int", "float"):
         effect += f" {argument.bounds[0].upper()}{argument.bounds[1:]}."
-    return f"| {spelled} | {_cell(default_of(argument))} | {_cell(effect)} |"
+    mark = " *Server only.*" if argument.server_only else ""
+    return f"| {spelled} | {_cell(default_of(argument))} | {_cell(effect)}{mark} |"
 
 
 def _spelled(*names: str) -> str:

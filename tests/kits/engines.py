@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.engine import Engine
+from actors.options import Arguments
 from tests.kits.waiting import until
 
 __all__ = ["halt_in_a_step", "rest", "small_engine"]
 
 
 def small_engine(model: Path, **keywords: Any) -> Engine:
-    """An engine of a tiny model on one thread of the CPU, without a standby; ``keywords`` come before its options."""
+    """An engine of a tiny model on one thread of the CPU, without a standby. ``keywords`` come before its options, and
+    may be those of a server that gets ``engine.arguments``."""
     options: dict[str, Any] = {
         "dtype": "float32",
         "cpu_threads": 1,
@@ -21,7 +23,9 @@ def small_engine(model: Path, **keywords: Any) -> Engine:
         "max_total_tokens": 4096,
         "standby_worker": False,
     }
-    return Engine(model=str(model), **(options | keywords))
+    options |= keywords
+    rest = {name: options.pop(name) for name in ("registry", "faults", "tracer_provider") if name in options}
+    return Engine(arguments=Arguments.from_keywords(model=str(model), **options), **rest)
 
 
 async def rest(engine: Engine) -> None:

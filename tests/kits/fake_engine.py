@@ -247,8 +247,8 @@ class FakeEngine:
         self.open.add(stream)
         return stream
 
-    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
-        await self.adapters.load(name, path, pinned=pinned)
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> None:
+        await self.adapters.load(name, path, pinned=pinned, replace=replace)
 
     async def unload_adapter(self, name: str) -> None:
         await self.adapters.unload(name)

@@ -23,11 +23,12 @@ def connected(target: Target) -> Iterator[socket.socket]:
         yield connection
 
 
-def connections(target: Target) -> int:
-    """Connections that the server holds. Not its open files: an event loop of its own may open some at any time."""
-    port = int(target.url.rpartition(":")[2])
+def connections(target: Target, ports: set[int]) -> int:
+    """Connections from these ports that the server holds: those of an earlier test may end at any time. Not its open
+    files: an event loop of its own may open some at any time.
+    """
     own = psutil.Process(target.server.process.pid).net_connections("tcp")
-    return sum(each.laddr.port == port and each.status != psutil.CONN_LISTEN for each in own)
+    return sum(bool(each.raddr) and each.raddr.port in ports for each in own)
 
 
 def read_all(connection: socket.socket) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,27 @@ def halted(engine: Engine, *workers: int) -> Iterator[None]:
 
 
 async def all_decode(engine: Engine, count: int = 8) -> None:
+    """Wait until ``count`` requests have more than 5 tokens each. The workers of a replica whose requests have them are
+    halted meanwhile, so that none ends, however much faster than another replica's they are.
+    """
     journals = [replica.journal for replica in replicas(engine)]
-    await until(
-        lambda: sum(map(len, journals)) == count and all(len(e.output) > 5 for j in journals for e in j.live()),
-        "not all decode",
-    )
+    apart = len(journals) > 1 and not engine.arguments.enable_dp_attention  # no step waits for another replica's
+    ranks = [worker["rank"]["dp"] for worker in engine.describe()["workers"]]
+    reached: set[int] = set()
+    with ExitStack() as stack:
+
+        def decode() -> bool:
+            if sum(map(len, journals)) != count:
+                return False
+            for number, journal in enumerate(journals):
+                if number not in reached and all(len(entry.output) > 5 for entry in journal.live()):
+                    reached.add(number)
+                    if apart:
+                        workers = [worker for worker, replica in enumerate(ranks) if replica == number]
+                        stack.enter_context(halted(engine, *workers))
+            return len(reached) == len(journals)
+
+        await until(decode, "not all decode")
 
 
 async def outlives(

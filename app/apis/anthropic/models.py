@@ -44,8 +44,8 @@ def model_info(service: Service, name: str) -> ModelInfo:
 
 
 def model_page(service: Service) -> ModelPage:
-    """The model's names, from ``after_id`` or up to ``before_id``, at most ``limit`` of them."""
-    names = list(service.model_names)
+    """Names of the model and of its adapters, from ``after_id`` or up to ``before_id``, at most ``limit`` of them."""
+    names = service.all_names
     limit = request.args.get("limit", 20, type=int)
     if (after := request.args.get("after_id")) in names:
         names = names[names.index(after) + 1 :]

@@ -114,9 +114,9 @@ def _common(service: Service, name: str) -> dict[str, Any]:
 
 
 async def tags(service: Service, exchange: Exchange, body: None) -> Response:
-    """The served model, once for each of its names."""
+    """The served model, once for each of its names, and its adapters."""
     modified = _time(datetime.fromtimestamp(service.created, UTC))
-    names = service.model_names
+    names = service.all_names
     return json_response(OllamaModels([Model(**_common(service, name), modified_at=modified) for name in names]))
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from quart import Response
 
+from actors.requests.adapters import Adapter
 from app.apis.anthropic.models import model_info, model_page
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -32,8 +33,7 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
-def _card(service: Service, name: str) -> ModelCard:
-    adapter = None if name in service.model_names else service.engine.adapters.find(name)
+def _card(service: Service, name: str, adapter: Adapter | None = None) -> ModelCard:
     return ModelCard(
         id=name,
         created=service.created if adapter is None else adapter.created,
@@ -47,11 +47,15 @@ async def list_models(service: Service, exchange: Exchange, body: None) -> Respo
     """The served model, once for each of its names, and its adapters."""
     if exchange.dialect.name == "anthropic":
         return json_response(model_page(service))
-    names = [*service.model_names, *(each.name for each in service.engine.adapters)]
-    return json_response(ModelList(data=[_card(service, name) for name in names]))
+    models = [_card(service, name) for name in service.model_names]
+    adapters = [_card(service, each.name, each) for each in service.engine.adapters]
+    return json_response(ModelList(data=[*models, *adapters]))
 
 
 async def get_model(service: Service, exchange: Exchange, name: str) -> Response:
     """The served model, by one of its names, or an adapter."""
     name = service.check_model(name, exchange)
-    return json_response(model_info(service, name) if exchange.dialect.name == "anthropic" else _card(service, name))
+    if exchange.dialect.name == "anthropic":
+        return json_response(model_info(service, name))
+    adapter = None if exchange.adapter is None else service.engine.adapters.find(exchange.adapter)
+    return json_response(_card(service, name, adapter))

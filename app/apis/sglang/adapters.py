@@ -8,20 +8,28 @@ import msgspec
 from msgspec import Meta
 from quart import Response
 
-from actors.protocol.requests import LIMITS
+from actors.protocol.requests import LIMITS, InvalidRequest
 from app.apis.sglang.requests import AdapterName
-from app.server.errors import ApiError
+from app.server.dialect import Dialect
+from app.server.errors import ApiError, ErrorBody
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from app.understudy.adapters import included_adapter, is_included_model
 
 __all__ = [
+    "SGLANG_ADAPTERS",
     "AdaptersAnswer",
     "LoadAdapterRequest",
     "UnloadAdapterRequest",
+    "VllmLoadAdapterRequest",
     "load_lora_adapter",
     "unload_lora_adapter",
+    "vllm_load_lora_adapter",
+    "vllm_unload_lora_adapter",
 ]
+
+
+_TEXT = "text/plain; charset=utf-8"
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
@@ -34,6 +42,12 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     pinned: bool | None = None
 
 
+class VllmLoadAdapterRequest(LoadAdapterRequest, kw_only=True):
+    """``load_inplace``: replace the adapter of this name, whose running requests end with it."""
+
+    load_inplace: bool | None = None
+
+
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_name: AdapterName
 
@@ -42,25 +56,66 @@ class AdaptersAnswer(msgspec.Struct, kw_only=True):
     """``loaded_adapters``: the directory of each."""
 
     success: bool = True
-    message: str
+    error_message: str = ""
     loaded_adapters: dict[str, str]
+
+
+class AdaptersError(msgspec.Struct, kw_only=True):
+    """SGLang's members, and ``error`` as elsewhere."""
+
+    success: bool = False
+    error_message: str
+    error: ErrorBody
+
+
+class AdaptersDialect(Dialect):
+    """Errors of SGLang's routes of adapters, whose clients read ``success`` and ``error_message``."""
+
+    envelope = AdaptersError
+
+    def body(self, error: ApiError, request_id: str) -> bytes:
+        own = ErrorBody(message=error.message, type=error.kind, param=error.param, code=error.code)
+        return msgspec.json.encode(AdaptersError(error_message=error.message, error=own))
+
+
+SGLANG_ADAPTERS = AdaptersDialect()
 
 
 async def load_lora_adapter(service: Service, exchange: Exchange, body: LoadAdapterRequest) -> Response:
     """Load an adapter in every worker, beside running requests. The answer comes when requests may use it."""
-    _require(service)
-    path = body.lora_path
-    if is_included_model(service.arguments.model_path):
-        path = included_adapter(path) or path
-    await service.engine.load_adapter(body.lora_name, path, pinned=bool(body.pinned))
-    return _answer(service, f"The adapter {body.lora_name!r} is loaded.")
+    await _load(service, body)
+    return _answer(service)
 
 
 async def unload_lora_adapter(service: Service, exchange: Exchange, body: UnloadAdapterRequest) -> Response:
     """Take no more requests of an adapter. The answer comes when those that run have ended."""
     _require(service)
     await service.engine.unload_adapter(body.lora_name)
-    return _answer(service, f"The adapter {body.lora_name!r} is unloaded.")
+    return _answer(service)
+
+
+async def vllm_load_lora_adapter(service: Service, exchange: Exchange, body: VllmLoadAdapterRequest) -> Response:
+    """``load_lora_adapter`` with vLLM's answer, a sentence."""
+    await _load(service, body, replace=bool(body.load_inplace))
+    return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", content_type=_TEXT)
+
+
+async def vllm_unload_lora_adapter(service: Service, exchange: Exchange, body: UnloadAdapterRequest) -> Response:
+    """``unload_lora_adapter`` with vLLM's answer, a sentence, and 404 for an unknown name."""
+    _require(service)
+    try:
+        await service.engine.unload_adapter(body.lora_name)
+    except InvalidRequest as error:
+        raise ApiError(404, str(error), param=error.param, code="model_not_found") from None
+    return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", content_type=_TEXT)
+
+
+async def _load(service: Service, body: LoadAdapterRequest, *, replace: bool = False) -> None:
+    _require(service)
+    path = body.lora_path
+    if is_included_model(service.arguments.model_path):
+        path = included_adapter(path) or path
+    await service.engine.load_adapter(body.lora_name, path, pinned=bool(body.pinned), replace=replace)
 
 
 def _require(service: Service) -> None:
@@ -69,6 +124,6 @@ def _require(service: Service) -> None:
         raise ApiError(409, "This server has no adapters: start it with --enable-lora.", code="adapters_disabled")
 
 
-def _answer(service: Service, message: str) -> Response:
+def _answer(service: Service) -> Response:
     loaded = {adapter.name: adapter.path for adapter in service.engine.adapters}
-    return json_response(AdaptersAnswer(message=message, loaded_adapters=loaded))
+    return json_response(AdaptersAnswer(loaded_adapters=loaded))

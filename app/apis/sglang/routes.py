@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from app.apis.sglang.adapters import (
+    SGLANG_ADAPTERS,
     AdaptersAnswer,
     LoadAdapterRequest,
     UnloadAdapterRequest,
+    VllmLoadAdapterRequest,
     load_lora_adapter,
     unload_lora_adapter,
+    vllm_load_lora_adapter,
+    vllm_unload_lora_adapter,
 )
 from app.apis.sglang.expert_record import dump_expert_record, start_expert_record, stop_expert_record
 from app.apis.sglang.handlers import (
@@ -20,9 +24,13 @@ from app.apis.sglang.handlers import (
 )
 from app.apis.sglang.requests import NATIVE_SPELLING, GenerateRequest, NativeSampling
 from app.server.auth import AccessLevel
+from app.server.dialect import OPENAI
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
+
+_LOAD = "Load a LoRA adapter from a directory of the server"
+_UNLOAD = "Unload a LoRA adapter when its requests have ended"
 
 ROUTES: tuple[Route, ...] = (
     Route(
@@ -58,20 +66,23 @@ ROUTES: tuple[Route, ...] = (
     ),
     *(
         Route(
-            path=f"{prefix}/{name}_lora_adapter",
+            path=path,
             methods=("POST",),
             level=AccessLevel.ADMIN,
             handler=handler,
             summary=summary,
             body=body,
-            answer=AdaptersAnswer,
+            answer=None if vllm else AdaptersAnswer,
+            media=("text/plain",) if vllm else ("application/json",),
+            dialect=OPENAI if vllm else SGLANG_ADAPTERS,
             tag="operation",
             needs_engine=True,
         )
-        for prefix in ("", "/v1")
-        for name, handler, body, summary in (
-            ("load", load_lora_adapter, LoadAdapterRequest, "Load a LoRA adapter from a directory of the server"),
-            ("unload", unload_lora_adapter, UnloadAdapterRequest, "Unload a LoRA adapter when its requests have ended"),
+        for path, vllm, handler, body, summary in (
+            ("/load_lora_adapter", False, load_lora_adapter, LoadAdapterRequest, _LOAD),
+            ("/v1/load_lora_adapter", True, vllm_load_lora_adapter, VllmLoadAdapterRequest, _LOAD),
+            ("/unload_lora_adapter", False, unload_lora_adapter, UnloadAdapterRequest, _UNLOAD),
+            ("/v1/unload_lora_adapter", True, vllm_unload_lora_adapter, UnloadAdapterRequest, _UNLOAD),
         )
     ),
     Route(

@@ -9,7 +9,8 @@ Text is between ``<|START_RESPONSE|>`` (or ``<|START_TEXT|>``) and its end mark.
 
 from __future__ import annotations
 
-from app.parsers.base import Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import Reading
 from app.parsers.tools.lark import Rules, Schema
 
 __all__ = ["CohereParser"]

@@ -13,7 +13,8 @@ DeepSeek-V3.1 leaves the type and the fence out:
 
 from __future__ import annotations
 
-from app.parsers.base import Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import Reading
 
 __all__ = ["DeepSeekV3Parser", "DeepSeekV31Parser"]
 

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from app.parsers.base import Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import Reading
 
 __all__ = ["HermesParser"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from app.parsers.base import ParseError, Reading
+from app.parsers.text_reader import ParseError, Reading
 from app.parsers.tools.lark import Rules, Schema
 from app.parsers.tools.parameters import ParameterParser, Value
 

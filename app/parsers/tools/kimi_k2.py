@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from app.parsers.base import ParseError, Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import ParseError, Reading
 from app.parsers.tools.lark import Rules, Schema
 
 __all__ = ["KimiK2Parser"]

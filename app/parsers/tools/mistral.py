@@ -10,7 +10,8 @@ import hashlib
 import re
 from secrets import token_hex
 
-from app.parsers.base import ParseError, Reading, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.text_reader import ParseError, Reading
 
 __all__ = ["MistralParser"]
 

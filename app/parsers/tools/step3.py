@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from app.parsers.base import Reading
+from app.parsers.text_reader import Reading
 from app.parsers.tools.invoke import InvokeParser
 from app.parsers.tools.lark import Rules, Schema
 

@@ -33,6 +33,7 @@ __all__ = [
     "LimitedGate",
     "SparseFeedForward",
     "adapted_experts",
+    "adapted_router",
     "expert_tensors",
     "expert_weights",
     "gated_by",
@@ -80,6 +81,7 @@ class ExpertNames:
 QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 ADAPTED = "adapters add to them"
 """Why experts run one by one."""
+_NOT_NAMED = "--lora-target-modules does not include experts"
 DEEPSEEK = dataclasses.replace(QWEN, shared="shared_experts", correction="gate.e_score_correction_bias")
 
 
@@ -219,7 +221,8 @@ class SharedExpert:
         self.weight: Linear | None = None
         if weighted:
             weight = builder.source.take([f"{module}_gate.weight"])
-            self.weight = builder.ops.linear.make_dense(weight, builder.source.biases([f"{module}_gate"]), shared=True)
+            dense = builder.ops.linear.make_dense(weight, builder.source.biases([f"{module}_gate"]), shared=True)
+            self.weight = _with_adapters(builder, dense, f"{module}_gate")
 
     def run(self, x: Tensor) -> Tensor:
         """The result for ``x`` [tokens, hidden], before the factor ``sigmoid(weight @ x)``."""
@@ -275,14 +278,14 @@ class SparseFeedForward:
             for expert in range(config.count)
         ]
         stacked = f"{layer}.{names.both}".rpartition(".")[0]
-        adapted = adapted_experts(builder, ExpertModules(stacked, modules, here))
+        router = f"{block}.{names.router}"
+        adapted = adapted_experts(builder, ExpertModules(stacked, modules, here, router=router))
         experts: list[ExpertWeights] = []
         for expert in here if placed is None else placed.placement[here.start : here.stop].tolist():
             *gates, down = modules[expert]
             first, bias, last = source.projection(gates), source.biases(gates), source.projection([down])
             end = source.biases([down])
             experts.append(ExpertWeights(first, bias, last, end if shard.within_part.rank == 0 else None))
-        router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
         dispatch = None if placed is None else placed.dispatch
@@ -357,7 +360,7 @@ def _experts(
     plain = adapted is None and config.activation == "silu" and not cap and not config.identities
     if plain and (gate is None or isinstance(gate, ClampedGate)):
         return layers.make(router, bias, experts, routing, gate)
-    linear = layers.make_router(router, bias, routing)
+    linear = adapted_router(builder, layers.make_router(router, bias, routing), adapted)
     capped = (
         builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear
     )
@@ -369,14 +372,21 @@ def _experts(
 
 
 def stacked_adapters(
-    builder: LayerBuilder, config: ExpertsConfig, hidden: int, module: str, *, alternate: bool = False
+    builder: LayerBuilder,
+    config: ExpertsConfig,
+    hidden: int,
+    module: str,
+    *,
+    router: str = "",
+    alternate: bool = False,
 ) -> AdaptedExperts | None:
     """``adapted_experts`` of a ``module`` whose parameters are those of all experts. ``alternate``: outputs of gate and
     up alternate in them."""
     parts = ("gate_proj", "up_proj", "down_proj")
     modules = [tuple(f"{module}.{expert}.{part}" for part in parts) for expert in range(config.count)]
     sizes = config.inner * builder.expert_mesh.size, hidden  # of all ranks
-    return adapted_experts(builder, ExpertModules(module, modules, range(config.count), sizes, alternate))
+    experts = ExpertModules(module, modules, range(config.count), sizes, alternate, router)
+    return adapted_experts(builder, experts)
 
 
 def adapted_experts(builder: LayerBuilder, experts: ExpertModules) -> AdaptedExperts | None:
@@ -385,7 +395,7 @@ def adapted_experts(builder: LayerBuilder, experts: ExpertModules) -> AdaptedExp
     deltas = None if rows is None else rows.adapters.make_experts(experts, rows)
     if rows is None or deltas is None:
         names = tuple(module for expert in experts.modules for module in expert)
-        builder.refuse_adapters(names, "--lora-target-modules does not include experts")
+        builder.refuse_adapters((*names, experts.router), _NOT_NAMED)
         return None
     if builder.places is not None:
         raise ConfigError(
@@ -396,7 +406,22 @@ def adapted_experts(builder: LayerBuilder, experts: ExpertModules) -> AdaptedExp
         raise ConfigError(
             "adapters of experts do not run with --enable-dp-attention; leave experts out of --lora-target-modules"
         )
-    return AdaptedExperts(deltas, rows)
+    return AdaptedExperts(deltas, rows, rows.adapters.make_router(experts.router, rows) if experts.router else None)
+
+
+def adapted_router(builder: LayerBuilder, router: Linear, adapted: AdaptedExperts | None) -> Linear:
+    """``router`` with what adapters add to its logits."""
+    delta = None if adapted is None else adapted.router
+    return router if delta is None else builder.ops.linear.make_adapted(router, delta)
+
+
+def _with_adapters(builder: LayerBuilder, weight: Linear, module: str) -> Linear:
+    """The ``weight`` of the expert that all tokens take, with what adapters add to it."""
+    delta = None if builder.rows is None else builder.rows.adapters.make_router(module, builder.rows)
+    if delta is None:
+        builder.refuse_adapters((module,), _NOT_NAMED)
+        return weight
+    return builder.ops.linear.make_adapted(weight, delta)
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tests.kits.adapters import adapted_modules, merged, save_adapter
 from tests.kits.engines import rest, small_engine
 from tests.kits.waiting import until
 
-PROMPT = "The lazy dog"
+PROMPT = "The lazy dog " * 12  # of several pages of the prefix cache
 NAMES = (None, "first", "other")
 
 
@@ -91,6 +91,18 @@ async def test_unloading_waits_for_requests_and_a_new_one_shares_no_prefix(engin
     await rest(engine)
 
 
+async def test_an_adapter_is_replaced_beside_the_requests_that_have_it(engine, files, alone):
+    running = asyncio.create_task(tokens_of(engine, "first", 200))
+    await until(lambda: len(engine.intake) > 0, "no request")
+    old = engine.adapters.find("first")
+    await engine.load_adapter("first", str(files["other"]), replace=True)
+    assert not running.done()
+    assert await tokens_of(engine, "first") == alone["other"]
+    assert (await running)[: len(alone["first"])] == alone["first"]
+    await until(lambda: old.numbered not in engine.adapters.numbered(), "the replaced adapter stays")
+    await rest(engine)
+
+
 async def test_what_is_wrong_with_an_adapter_is_said_and_changes_nothing(engine, files, tmp_path):
     for name, path, reason in (
         ("first", files["other"], "'first' is loaded already"),
@@ -154,8 +166,8 @@ async def test_a_load_that_fails_unloads_no_other_adapter(tiny_model, files, tmp
 
 
 async def test_limits_hold_for_the_first_adapters_and_later_ones(tiny_model, files, tmp_path):
-    with pytest.raises((EngineFailed, ArgumentError), match="none is not a directory"):
-        async with small_engine(tiny_model, lora_paths=[str(tmp_path / "none")]):
+    with pytest.raises((EngineFailed, ArgumentError), match=r"none is not a directory.*; .*other is not a directory"):
+        async with small_engine(tiny_model, lora_paths=[str(tmp_path / name) for name in ("none", "other")]):
             pass
     with pytest.raises(EngineFailed, match="its rank 3 is larger than --max-lora-rank 2"):
         async with small_engine(tiny_model, lora_paths=[str(files["first"])], max_lora_rank=2):

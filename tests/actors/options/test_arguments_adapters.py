@@ -17,6 +17,7 @@ INFOS = (AdapterInfo("a", 4, ("q_proj",)), AdapterInfo("b", 8, ("k_proj", "q_pro
     [
         ["a=x/a", "b", '{"lora_name": "c", "lora_path": "x/c", "pinned": true}', '{"name": "d", "path": "y"}'],
         '["a=x/a", "b", {"lora_name": "c", "lora_path": "x/c", "pinned": true}, {"name": "d", "path": "y"}]',
+        'a=x/a, b {"lora_name":"c","lora_path":"x/c","pinned":true} {"name": "d", "path": "y"}',
     ],
 )
 def test_adapters_are_words_or_objects(given):
@@ -30,6 +31,12 @@ def test_adapters_are_words_or_objects(given):
     )
 
 
+def test_objects_may_come_before_words():
+    given = '{"lora_name": "c", "lora_path": "x, y"} a=x,b=y'
+    paths = (AdapterPath("c", "x, y"), AdapterPath("a", "x"), AdapterPath("b", "y"))
+    assert Arguments.from_keywords(lora_paths=given).adapter_paths == paths
+
+
 def test_a_single_object_is_one_adapter():
     given = '{"lora_name": "c", "lora_path": "x, y"}'
     assert Arguments.from_keywords(lora_paths=given).adapter_paths == (AdapterPath("c", "x, y"),)
@@ -40,6 +47,8 @@ def test_a_single_object_is_one_adapter():
     [
         ({"lora_paths": ["=x"]}, "needs a name and a path"),
         ({"lora_paths": ["a=https://x/y"]}, "is a URL"),
+        ({"lora_paths": ["a\nb=x"]}, "is no name; take one of printable characters"),
+        ({"lora_paths": [" =x"]}, "is no name"),
         ({"lora_paths": ['{"lora_name": "a"}']}, "is no adapter"),
         ({"lora_paths": ['{"lora_name": "a", "lora_path": "b", "rank": 1}']}, "has no 'rank'"),
         (

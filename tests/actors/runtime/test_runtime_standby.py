@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from runtime_child_actors import ChildProtocol, Inspect, Prepared, Settings
 
 from actors.runtime import ActorRef, ActorSystem, Backoff, Supervision
 from actors.runtime.process import child_process
+from actors.runtime.process.blank_process import BlankProcess, launch_blank
 from actors.runtime.process.child_process import Standby
 from tests.kits.waiting import until
 
@@ -107,13 +109,18 @@ async def test_nothing_is_left_of_it() -> None:
 
 
 async def test_without_it_no_second_child_is_started(system: ActorSystem) -> None:
-    before = set(psutil.Process().children())
+    launched = []
+
+    async def launch(environment: Mapping[str, str]) -> BlankProcess:
+        launched.append(environment)
+        return await launch_blank(environment)
+
     ref = await system.spawn_process(
-        ChildProtocol, name="alone", target="runtime_child_actors:ChildActor", config=Settings()
+        ChildProtocol, name="alone", target="runtime_child_actors:ChildActor", config=Settings(), launcher=launch
     )
     assert ref._cell.standby is None
     await asyncio.sleep(0.05)  # five times as long as a standby waits
-    assert len(set(psutil.Process().children()) - before) == 1
+    assert len(launched) == 1
 
 
 async def test_a_frozen_standby_is_replaced_when_its_turn_comes(

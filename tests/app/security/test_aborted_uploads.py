@@ -14,6 +14,7 @@ import pytest
 
 from app.server.request_body import MAX_BODY
 from app.server.upload_budget import LIMIT
+from tests.kits.addresses import port_of
 from tests.kits.http2_client import H2Client, open_upload
 from tests.kits.raw_http import HEAD, connected, connections, unharmed
 from tests.kits.target import ADMIN, CHAT, Target
@@ -51,43 +52,40 @@ def reset(connection: socket.socket) -> None:
 @pytest.mark.parametrize("end", [reset, socket.socket.close], ids=["reset", "closed"])
 @pytest.mark.parametrize("kind", ["length", "chunks", "half a chunk", "HTTP/2"])
 def test_uploads_that_never_end_hinder_nobody(target: Target, kind: str, end: Callable[[socket.socket], None]) -> None:
-    target.client.get("/live")
-    before = connections(target)
     with contextlib.ExitStack() as stack:
         uploads = [stack.enter_context(connected(target)) for _ in range(UPLOADS)]
+        ports = set(map(port_of, uploads))
         for connection in uploads:
             upload(kind, connection)
-        blocking_until(lambda: connections(target) >= before + UPLOADS, "the uploads are not there")
+        blocking_until(lambda: connections(target, ports) == UPLOADS, "the uploads are not there")
         answer = target.post("/v1/chat/completions", CHAT)  # while all of them hang
         assert answer.status_code == 200
-        assert connections(target) >= before + UPLOADS
+        assert connections(target, ports) == UPLOADS
         for connection in uploads:
             end(connection)
-    blocking_until(lambda: connections(target) <= before, "a connection is kept")
+    blocking_until(lambda: not connections(target, ports), "a connection is kept")
 
 
 def test_memory_of_uploads_that_end_is_used_again(target: Target) -> None:
     """A round may leave free memory with the allocator; the next ones take it again."""
-    target.client.get("/live")
-    before = connections(target)
-    sizes = []
+    sizes, ports = [], set[int]()
     for _ in range(10):
         with contextlib.ExitStack() as stack:
             for _ in range(8):
                 connection = stack.enter_context(connected(target))
+                ports.add(port_of(connection))
                 connection.sendall(HEAD.encode() + b"Content-Length: %d\r\n\r\n" % MAX_BODY + b" " * (MAX_BODY - 1))
             assert target.post("/v1/chat/completions", CHAT).status_code == 200
-        blocking_until(lambda: connections(target) <= before, "a connection is kept")
+        blocking_until(lambda: not connections(target, ports), "a connection is kept")
         sizes.append(psutil.Process(target.server.process.pid).memory_info().rss)
     assert sizes[-1] < sizes[0] + 2 * 8 * MAX_BODY  # nine rounds that leak a quarter take more
 
 
 def test_unfinished_uploads_of_one_key_leave_room_for_others(target: Target) -> None:
-    target.client.get("/live")
-    before = connections(target)
     head = HEAD.encode() + b"Content-Length: %d\r\n\r\n" % MAX_BODY
     with contextlib.ExitStack() as stack:
         uploads = [stack.enter_context(connected(target)) for _ in range(24)]
+        ports = set(map(port_of, uploads))
         for connection in uploads:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(head + b" " * (MAX_BODY - 1))
@@ -106,5 +104,5 @@ def test_unfinished_uploads_of_one_key_leave_room_for_others(target: Target) -> 
         assert answer.json()["error"]["code"] == "too_many_uploads"
         headers = {"Content-Type": "application/json", **ADMIN}
         assert target.post("/v1/chat/completions", large, headers=headers).status_code == 200
-    blocking_until(lambda: connections(target) <= before, "a connection is kept")
+    blocking_until(lambda: not connections(target, ports), "a connection is kept")
     assert target.post("/v1/chat/completions", large).status_code == 200

@@ -240,6 +240,7 @@ LOAD_ADAPTER: dict[str, list[Any]] = {
     "lora_path": ["", "x" * (LIMITS.path_chars + 1), 5],
     "pinned": [5],
 }
+VLLM_ADAPTER = LOAD_ADAPTER | {"load_inplace": [5]}
 
 TABLE: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": OPENAI
@@ -392,7 +393,8 @@ TABLE: dict[str, dict[str, list[Any]]] = {
     "/abort_request": {"rid": [OVER_LABEL, "", 5], "abort_all": [5]},
     "/pause_generation": {"mode": ["stop", 5]},
     "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
-    **{f"{prefix}/load_lora_adapter": LOAD_ADAPTER for prefix in ("", "/v1")},
+    "/load_lora_adapter": LOAD_ADAPTER,
+    "/v1/load_lora_adapter": VLLM_ADAPTER,
     **{f"{prefix}/unload_lora_adapter": {"lora_name": LOAD_ADAPTER["lora_name"]} for prefix in ("", "/v1")},
 }
 TABLE |= OTHER_APIS

@@ -76,6 +76,7 @@ async def test_a_body_that_comes_drop_by_drop_is_a_408(hurried: tuple[Troupe, in
 
 
 async def test_a_server_keeps_files_for_itself(hurried: tuple[Troupe, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.server.hypercorn, "HEADER_TIMEOUT", PATIENCE)  # silent connections stay
     limit = app.server.hypercorn.ConnectionLimit()
     assert limit.limit >= 64
     monkeypatch.setattr(app.server.hypercorn, "ConnectionLimit", lambda: limit)

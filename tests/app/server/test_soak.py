@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.bench.soak import SERVER, slope, soak
 from tests.kits.real_server import running
+from tests.kits.waiting import blocking_until
 
 
 @pytest.mark.long
 async def test_after_rude_clients_and_a_killed_worker_nothing_is_left(tmp_path: Path) -> None:
     with running(tmp_path / "log", *SERVER, "--standby-worker") as server:
+        children = psutil.Process(server.process.pid).children
+        blocking_until(lambda: "worker-0 spare" in [child.name() for child in children()], "no standby")
         ledger, before, after, problems = await soak(
             server.url, server.process.pid, seconds=9, warm_up=2, clients=24, kill_every=4, seed=7
         )

@@ -46,7 +46,7 @@ async def test_a_warm_up_is_in_no_latency_and_no_log(
                         found[name] += sample.value
             return found
 
-        await warm_up(engine)
+        await warm_up(engine, engine.arguments)
         assert engine.metrics.steps.generated_tokens >= 40
         assert counted() == dict.fromkeys(LATENCIES, 0.0)
         assert not [record for record in caplog.records if "warm-up" in record.getMessage()]

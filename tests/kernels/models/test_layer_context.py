@@ -142,6 +142,26 @@ def test_rows_use_their_adapters_in_experts_of_one_tensor(name, reference, drive
     assert_rows_use_their_adapters(path, tmp_path, drive, prompts, VOCAB, 5e-4, steps=3, more=expert_modules(path))
 
 
+def test_routers_of_experts_have_adapters_under_any_of_their_names(reference, drive, prompts, tmp_path):
+    path, (prompt,) = reference("mixtral").path, prompts(20)
+    module, other = "model.layers.1.block_sparse_moe.gate", "model.layers.1.mlp.gate"  # as in transformers' files
+    shape = drive(path, adapters=SMALL).runner._adapters._spec(module).matrix
+    file = save_adapter(tmp_path / "one", {module: shape}, 1, scale=0.3)
+    with pytest.raises(ConfigError, match=r"gate takes no adapters: --lora-target-modules does not include experts"):
+        drive(path, adapters=SMALL).runner.load_adapter(1, str(file))
+    driver = drive(path, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("experts", "gate")))
+    driver.runner.load_adapter(1, str(file))
+    wanted, stored = _answer(driver, prompt, 1)[0], load_file(file / "adapter_model.safetensors")
+    assert np.abs(wanted - _answer(driver, prompt, 0)[0]).max() > 0.1
+    renamed = {name.replace(module, other): tensor.clone() for name, tensor in stored.items()}
+    save_file(renamed, file / "adapter_model.safetensors")
+    driver.runner.load_adapter(2, str(file))
+    np.testing.assert_array_equal(_answer(driver, prompt, 2)[0], wanted)
+    save_file(stored | renamed, file / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"block_sparse_moe.gate is there under two names"):
+        driver.runner.load_adapter(2, str(file))
+
+
 def test_magnitudes_of_experts_and_of_the_output_are_refused(reference, drive, tmp_path):
     path = reference("qwen3-moe").path
     modules = {module: shape for module, shape in adapted_modules(path).items() if ".experts.0.up" in module}

@@ -33,6 +33,7 @@ def test_info_has_rank_targets_and_base(tmp_path):
         ({"lora_alpha": 8, "use_rslora": True, "rank_pattern": {"q_proj": 4}}, (4.0, 8.0)),
         ({"alpha_pattern": {r"^model\.layers\.1\.mlp\.down_proj": 5}, "lora_alpha": 2}, (1.0, 5.0)),
         ({"alpha_pattern": {"self_attn.q_proj$": 1}, "lora_alpha": 2}, (0.5, 2.0)),
+        ({"alpha_pattern": {r".*\.q_proj": 3, r"^.*\.down_proj": 7}}, (1.5, 7.0)),
         ({"alpha_pattern": {"proj": 9}, "lora_alpha": 2}, (1.0, 2.0)),  # the end of no module's name
     ],
 )
@@ -41,6 +42,28 @@ def test_scales_follow_alpha_rank_and_their_patterns(config, scales, tmp_path):
     file = save_adapter(tmp_path / "one", MODULES, 1, rank=2, **config | {"rank_pattern": ranks})
     found = read_files(str(file)).modules
     assert tuple(found[module].scale for module in MODULES) == scales
+
+
+@pytest.mark.parametrize(
+    ("parameters", "patterns", "scales"),
+    [  # PEFT names parameters in patterns, and not in files
+        (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], {r".*\.gate_up_proj": 4}, {".base_layer": 2, "": 4}),
+        (["experts.down_proj"], {"experts.down_proj": 4, "gate_up_proj": 1}, {"": 2}),
+        (None, {"experts.down_proj": 4}, {".base_layer": 4, "": 2}),
+    ],
+)
+def test_patterns_name_the_parameters_of_stacked_experts(parameters, patterns, scales, tmp_path):
+    experts, config = 3, {"r": 2, "lora_alpha": 8, "rank_pattern": patterns, "target_parameters": parameters}
+    file, module = tmp_path / "one", "model.layers.0.mlp.experts"
+    file.mkdir()
+    (file / "adapter_config.json").write_text(json.dumps(config))
+    rows = {wrapped: experts * 8 // scale for wrapped, scale in scales.items()}
+    tensors = {f"base_model.model.{module}{wrapped}.lora_A.weight": np.ones((rows[wrapped], 5)) for wrapped in scales}
+    tensors |= {f"base_model.model.{module}{wrapped}.lora_B.weight": np.ones((6, rows[wrapped])) for wrapped in scales}
+    save_file({name: each.astype(np.float32) for name, each in tensors.items()}, file / "adapter_model.safetensors")
+    found = read_files(str(file)).modules
+    for wrapped, scale in scales.items():
+        assert (found[f"{module}{wrapped}"].scale, found[f"{module}{wrapped}"].experts) == (scale, experts)
 
 
 def test_names_inside_of_wrapping_models_are_those_of_text(tmp_path):

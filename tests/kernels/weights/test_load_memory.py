@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.kits.gguf_writer import write_gguf
+from tests.kits.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peaks are read from Linux's /proc")
 
@@ -106,7 +107,7 @@ def test_weights_are_loaded_without_a_second_copy(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert not done.returncode, done.stderr
     for (weights, kept, peak), (path, quantization) in zip(json.loads(done.stdout), loads, strict=True):

@@ -17,7 +17,14 @@ from kernels.devices.low_rank import LowRankDelta
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "rank", "inputs", "sizes"),
-    [(1, 4, 100, (40,)), (19, 16, 1100, (130, 20, 20)), (300, 40, 160, (129,)), (3, 300, 64, (40, 8))],
+    [
+        (1, 4, 100, (40,)),
+        (19, 16, 1100, (130, 20, 20)),
+        (300, 40, 160, (129,)),
+        (3, 300, 64, (40, 8)),
+        (1, 16, 64, (1,)),  # what weighs an expert that all tokens take
+        (70, 16, 64, (1,)),
+    ],
 )
 def test_kernels_add_what_plain_operators_add(rows, rank, inputs, sizes, dtype, device):
     torch.manual_seed(rows)
