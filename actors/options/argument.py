@@ -197,13 +197,10 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 except (TypeError, ValueError, OverflowError):
                     raise self._wrong_type(value) from None
             case "words":
-                if text is not None and text.startswith(("[", "{")):  # JSON, as in vLLM's command lines
-                    try:
-                        value = json.loads(text)
-                    except (ValueError, RecursionError):
-                        raise self._wrong_type(value) from None
-                    text, value = None, [value] if isinstance(value, dict) else value
-                parts = text.replace(",", " ").split() if text is not None else value
+                try:
+                    parts = value if text is None else json.loads(text) if text.startswith("[") else _words(text)
+                except (ValueError, RecursionError):
+                    raise self._wrong_type(value) from None
                 if not isinstance(parts, list | tuple):
                     raise self._wrong_type(value)
                 return tuple(_word(part) for part in parts)
@@ -293,6 +290,20 @@ def _integer(text: str) -> int:
     if number.denominator != 1:
         raise ValueError(text)
     return int(number)
+
+
+def _words(text: str) -> list[object]:
+    """Words between spaces and commas, and JSON objects, as in command lines of vLLM and SGLang. Raises ValueError."""
+    result: list[object] = []
+    while text := text.lstrip(" ,\t\n"):
+        if text.startswith("{"):
+            part, end = json.JSONDecoder().raw_decode(text)
+            result.append(part)
+        else:
+            end = len(re.split(r"[\s,]", text, maxsplit=1)[0])
+            result.append(text[:end])
+        text = text[end:]
+    return result
 
 
 def _word(part: object) -> object:

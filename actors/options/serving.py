@@ -12,18 +12,22 @@ __all__ = ["ServingArguments", "ThoughtFormat", "ToolFormat"]
 ToolFormat = Literal[
     "auto", "off", "hermes", "qwen3_coder", "llama3_json", "llama4", "pythonic", "mistral", "deepseekv3",
     "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m1", "minimax-m2",
-    "step3", "granite", "internlm", "phi4", "cohere", "gemma4", "lfm2", "json", "passthrough",
+    "step3", "granite", "internlm", "phi4", "cohere", "gemma4", "lfm2", "functiongemma", "minimax-m3", "hy_v3",
+    "hunyuan_a13b", "seed_oss", "longcat", "olmo3", "granite-20b-fc", "gigachat3", "gigachat35", "apertus", "minicpm5",
+    "kimi_k3", "solar_open2", "dots", "k2_horizon", "json", "passthrough",
 ]  # fmt: skip
 """Values of ``--tool-call-parser``; the registry of parsers has a class for each format."""
 
 ThoughtFormat = Literal[
     "auto", "off", "base", "deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45", "kimi", "kimi_k2",
-    "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere",
+    "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere", "minimax-m3",
+    "minimax-append-think", "hy_v3", "hunyuan_a13b", "ernie45", "seed_oss", "granite", "apertus", "solar_open2",
+    "k2_horizon", "kimi_k3",
 ]  # fmt: skip
 """Values of ``--reasoning-parser``; the registry of parsers has the marks of each format."""
 
 _TOOL_NAMES = {
-    **dict.fromkeys(("qwen", "qwen25", "qwen3", "granite4", "ernie45"), "hermes"),
+    **dict.fromkeys(("qwen", "qwen25", "qwen3", "granite4", "ernie45", "trinity"), "hermes"),
     **dict.fromkeys(("qwen_coder", "qwen3_xml", "step3p5", "mimo", "nemotron", "nemotron_v3"), "qwen3_coder"),
     **dict.fromkeys(("llama", "llama3", "llama4_json"), "llama3_json"),
     "llama4_pythonic": "llama4",
@@ -32,10 +36,15 @@ _TOOL_NAMES = {
     "deepseek_v32": "deepseekv32",
     "deepseekv4": "deepseek_v4",
     **dict.fromkeys(("kimik2", "kimi"), "kimi_k2"),
-    **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe", "ling3"), "glm45"),
+    **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe", "ling3", "poolside_v1", "spark25"), "glm45"),
     **dict.fromkeys(("openai", "gpt_oss", "harmony"), "gpt-oss"),
     **dict.fromkeys(("minimax", "minimax_m1"), "minimax-m1"),
     "minimax_m2": "minimax-m2",
+    "minimax_m3": "minimax-m3",
+    **dict.fromkeys(("hunyuan", "hy_v4"), "hy_v3"),
+    "jamba": "hunyuan_a13b",
+    "apertus2509": "apertus",
+    "xlam": "json",
     **dict.fromkeys(("internlm2", "interns1"), "internlm"),
     **dict.fromkeys(("phi4_mini_json", "phi4mini"), "phi4"),
     **dict.fromkeys(("command", "cohere_command3", "cohere_command4"), "cohere"),
@@ -44,22 +53,23 @@ _TOOL_NAMES = {
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
 _OTHER_TOOL_NAMES = dict.fromkeys(
-    ("apertus", "apertus2509", "dots", "functiongemma", "gigachat3", "gigachat35", "granite-20b-fc",
-     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "longcat",
-     "minicpm5", "minimax-m3", "minimax_m3", "muse", "olmo3", "poolside_v1", "seed_oss", "solar_open2", "spark25",
-     "trinity", "xlam"),
+    ("inkling", "muse"),
     "this format of tool calls is not supported; use passthrough, which leaves it in the text",
-)  # fmt: skip
+)
 
 _THOUGHT_NAMES = {
     "deepseek_r1": "deepseek-r1",
     **dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek-v31", "deepseek-v4", "deepseek_v4"), "deepseek-v3"),
-    **dict.fromkeys(("mimo", "interns1", "holo2"), "qwen3"),
+    **dict.fromkeys(("mimo", "interns1", "holo2", "poolside_v1", "telechat4"), "qwen3"),
     "qwen3_thinking": "qwen3-thinking",
     **dict.fromkeys(("glm47", "ling3"), "glm45"),
     **dict.fromkeys(("kimi_k25", "kimi-k2"), "kimi_k2"),
     **dict.fromkeys(("gpt_oss", "openai_gptoss", "harmony"), "gpt-oss"),
     **dict.fromkeys(("minimax_m2", "minimax-m2"), "minimax"),
+    "minimax_m3": "minimax-m3",
+    "minimax_m2_append_think": "minimax-append-think",
+    **dict.fromkeys(("hunyuan", "hy_v4"), "hy_v3"),
+    "apertus2509": "apertus",
     "step3p5": "step3",
     "gemma4": "gemma",
     **dict.fromkeys(("nemotron_v3", "nemotron_3", "nano_v3"), "nemotron"),
@@ -70,10 +80,9 @@ _THOUGHT_NAMES = {
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
 _OTHER_THOUGHT_NAMES = dict.fromkeys(
-    ("ernie45", "granite", "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "kimi_k3", "minimax-append-think",
-     "minimax_m2_append_think", "minimax_m3", "minimax-m3", "poolside_v1", "seed_oss", "solar_open2"),
+    ("inkling",),
     "this format of reasoning is not supported; use off, which leaves it in the text",
-)  # fmt: skip
+)
 
 
 class ServingArguments(ModelArguments, frozen=True, kw_only=True):

@@ -56,9 +56,18 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 def read_adapters(arguments: Arguments, base: Mapping[str, Any]) -> tuple[AdapterInfo, ...]:
-    """What the adapters of --lora-paths are, after those of the hub have been downloaded. Raises ConfigError or
-    ModelPathError."""
-    return tuple(_read(each.path, arguments, base) for each in arguments.adapter_paths)
+    """What the adapters of --lora-paths are, after those of the hub have been downloaded. Raises a ConfigError with the
+    reasons of all that are wrong, or ModelPathError."""
+    found: list[AdapterInfo] = []
+    wrong: list[ConfigError] = []
+    for each in arguments.adapter_paths:
+        try:
+            found.append(_read(each.path, arguments, base))
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise ConfigError("; ".join(str(error).removesuffix(".") for error in wrong))
+    return tuple(found)
 
 
 def adapter_settings(arguments: Arguments, infos: Sequence[AdapterInfo]) -> AdapterSettings | None:

@@ -44,9 +44,9 @@ class StreamingParser(TextReader):
     linear in the length of the text.
 
     A format may also override :meth:`at_start` (calls without a mark), :meth:`frame` or :meth:`call_rule` (a call as
-    part of a grammar), :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It builds them from
-    the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``, ...), which none
-    overrides.
+    part of a grammar), :meth:`section`, :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It
+    builds them from the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``,
+    ...), which none overrides.
 
     ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
     is looked for. Unless ``parallel``, only the first call is returned. ``reasoning_format``: of the reasoning before
@@ -106,6 +106,7 @@ class StreamingParser(TextReader):
         self._separate = separate
         self._stream_thought = stream_reasoning
         self._hidden = hidden
+        self._answer_ends: tuple[str, ...] = ()
         self._pieces: list[Piece] = []
         self._space: list[str] = []  # at the end of the thought, unless more of it follows
         self._held_thought: list[str] = []
@@ -159,11 +160,11 @@ class StreamingParser(TextReader):
     def answer(self) -> Reading[None]:
         """Read everything behind the thought."""
         yield from self.attempt(self.at_start(), expected=False)
-        marks = (*self.OPEN, *self.MARKS, *self._hidden)
+        marks = (*self.OPEN, *self.MARKS, *self._hidden, *self._answer_ends)
         while mark := (yield from self.until(marks, self.add_content)):
             if mark in self.OPEN:
                 yield from self.attempt(self.block(mark))
-            elif mark in self.MARKS:
+            elif mark not in self._hidden:
                 yield from self.space()
 
     @classmethod
@@ -188,6 +189,12 @@ class StreamingParser(TextReader):
         return f"{rules.text(frame[0])} {rules.json(schema or {'type': 'object'})} {rules.text(frame[1])}"
 
     @classmethod
+    def section(cls, rules: Rules) -> tuple[str, str]:
+        """``SECTION`` in a grammar, with the marks that the vocabulary has."""
+        del rules
+        return cls.SECTION
+
+    @classmethod
     def answer_rule(cls, calls: list[str], rules: Rules, *, forced: bool, other: str | None) -> str | None:
         """A whole answer, in formats that do not have calls in the middle of text. ``calls``: each a rule; ``forced``,
         ``other``: see :func:`app.parsers.tools.constraints.native_calls`."""
@@ -206,17 +213,19 @@ class StreamingParser(TextReader):
         yield  # until the first text
         if self._reasoning_format is not None:
             yield from self._think(self._reasoning_format, thinking)
+            if self._separate and self._reasoning_format.answer:
+                yield from self._begin_answer(*self._reasoning_format.answer)
         if self._tools is None:
-            while (yield from self.until(self._hidden, self.add_content)):
-                pass
+            while mark := (yield from self.until((*self._hidden, *self._answer_ends), self.add_content)):
+                if mark not in self._hidden:
+                    yield from self.space()
         else:
             yield from self.answer()
 
     def _think(self, reasoning_format: ReasoningFormat, thinking: bool | None) -> Reading[None]:
         self._read = []
         yield from self.space()
-        begun = reasoning_format.begin + reasoning_format.label
-        has_begin = yield from self.skip(begun)
+        has_begin = yield from self.skip(*reasoning_format.begins)
         if not has_begin and not (thinking or (reasoning_format.always and thinking is None)):
             self.give_up()
             if thinking is False:
@@ -224,13 +233,16 @@ class StreamingParser(TextReader):
             return
         self.thought = True
         before, self._read = self._read, None
+        if reasoning_format.inline:
+            self._separate, has_begin = False, has_begin or reasoning_format.begin
         if self._separate:
             yield from self.space()
         else:
             self.add_content("".join(before) + has_begin)
-        mark = yield from self.until((reasoning_format.end, *reasoning_format.interrupted_by), self._think_aloud)
+        ends = reasoning_format.ends
+        mark = yield from self.until((*ends, *reasoning_format.interrupted_by), self._think_aloud)
         self.end_thought()
-        if mark and mark != reasoning_format.end:
+        if mark and mark not in ends:
             self._text = mark + self._text
         elif mark and not self._separate:
             self.add_content(mark)
@@ -242,13 +254,24 @@ class StreamingParser(TextReader):
         """Drop the end marks that a model repeats."""
         self._read = []
         yield from self.space()
-        if not (yield from self.skip(reasoning_format.end)):
+        if not (yield from self.skip(*reasoning_format.ends)):
             self.give_up()
             return
         self._read = None
         yield from self.space()
-        while (yield from self.skip(reasoning_format.end)):
+        while (yield from self.skip(*reasoning_format.ends)):
             yield from self.space()
+
+    def _begin_answer(self, begin: str, *ends: str) -> Reading[None]:
+        """Drop the mark before the answer; those behind it are dropped where they come."""
+        self._answer_ends = tuple(before + end for end in ends for before in ("\n", ""))
+        self._read = []
+        yield from self.space()
+        if (yield from self.skip(begin)):
+            self._read = None
+            yield from self.space()
+        else:
+            self.give_up()
 
     def _think_aloud(self, text: str) -> None:
         self.thought_chars += len(text)

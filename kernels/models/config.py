@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kernels.contract.caches import Latent, State
+from kernels.contract.caches import Latent, State, Window
 from kernels.contract.divisions import Divisible
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
@@ -321,6 +321,11 @@ class ModelConfig:
     def stream_size(self) -> int:
         """Numbers of a token between layers: of several residual streams more than ``hidden_size``."""
         return self.hidden_size
+
+    @property
+    def row_window(self) -> Window | None:
+        """The window whose rows attention reads on the host; None: it reads none so."""
+        return None
 
     @property
     def page_unit(self) -> int:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.contract.caches import CacheGroup, CacheSpec
+from kernels.contract.caches import CacheGroup, CacheSpec, Window
 from kernels.contract.errors import ConfigError
 from kernels.distributed.turns import PassValue
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import compressed_attention, constrained_connections, moe, vocabulary
-from kernels.models.layers.builder import ModelBuilder
+from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.compressed_attention import CompressedAttention, CompressedConfig, CompressedSizes, PassRows
 from kernels.models.layers.constrained_connections import HyperConnection, HyperHead, StreamConfig
 from kernels.models.layers.moe import DEEPSEEK, ExpertTable, LimitedGate
@@ -26,7 +26,17 @@ from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.stream_block import StreamBlock, StreamHalf
 from kernels.weights.tensors import Role, TensorSpec, norm
 
-__all__ = ["DeepseekV4Config", "build", "caches", "config", "tensors"]
+__all__ = [
+    "DeepseekV4Config",
+    "build",
+    "caches",
+    "config",
+    "head_config",
+    "head_layer",
+    "head_norm",
+    "head_tensors",
+    "tensors",
+]
 
 _SLIDING, _SPARSE, _HEAVY = KINDS = (
     "sliding_attention",
@@ -62,6 +72,11 @@ class DeepseekV4Config(ModelConfig):
     def page_unit(self) -> int:
         """As ``ModelConfig``."""
         return max([1, *(self.layer(index).shares for index in range(self.layers) if self.rates[index])])
+
+    @property
+    def row_window(self) -> Window | None:
+        """As ``ModelConfig``."""
+        return self.layer(0).window
 
     def layer(self, index: int) -> CompressedSizes:
         """The attention of a layer."""
@@ -235,24 +250,31 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 
 
 def _tensors(config: ModelConfig) -> Iterator[TensorSpec]:
-    experts, streams = _sizes(config)
     assert isinstance(config, DeepseekV4Config)
-    hidden = config.hidden_size
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield norm(f"{layer}.input_layernorm", hidden)
-        yield norm(f"{layer}.post_attention_layernorm", hidden)
-        yield from constrained_connections.tensors(streams, f"{layer}.attn_hc", hidden)
-        yield from constrained_connections.tensors(streams, f"{layer}.ffn_hc", hidden)
-        yield from compressed_attention.tensors(config.layer(index), f"{layer}.self_attn", hidden)
-        hashed = index in config.hashed
-        yield from moe.tensors(experts, hidden, layer, "", _HASHED if hashed else DEEPSEEK)
-        if hashed:
-            shape = (config.vocab_size, experts.chosen)
-            yield TensorSpec(f"{layer}.mlp.gate.tid2eid", shape, Role.INDICES, of_experts=True)
-    yield from constrained_connections.head_tensors(streams, "model.hc_head", hidden)
-    yield norm("model.norm", hidden)
+        yield from _layer_tensors(config, index, f"model.layers.{index}")
+    yield from _last_tensors(config, "model")
+
+
+def _layer_tensors(config: DeepseekV4Config, index: int, layer: str) -> Iterator[TensorSpec]:
+    (experts, streams), hidden = _sizes(config), config.hidden_size
+    yield norm(f"{layer}.input_layernorm", hidden)
+    yield norm(f"{layer}.post_attention_layernorm", hidden)
+    yield from constrained_connections.tensors(streams, f"{layer}.attn_hc", hidden)
+    yield from constrained_connections.tensors(streams, f"{layer}.ffn_hc", hidden)
+    yield from compressed_attention.tensors(config.layer(index), f"{layer}.self_attn", hidden)
+    hashed = index in config.hashed
+    yield from moe.tensors(experts, hidden, layer, "", _HASHED if hashed else DEEPSEEK)
+    if hashed:
+        shape = (config.vocab_size, experts.chosen)
+        yield TensorSpec(f"{layer}.mlp.gate.tid2eid", shape, Role.INDICES, of_experts=True)
+
+
+def _last_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+    """Of what stands before the logits."""
+    yield from constrained_connections.head_tensors(_sizes(config)[1], f"{module}.hc_head", config.hidden_size)
+    yield norm(f"{module}.norm", config.hidden_size)
 
 
 def _sizes(config: ModelConfig) -> tuple[ExpertsConfig, StreamConfig]:
@@ -320,39 +342,87 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
             f"o_groups {config.attention.groups} of {config.architecture} cannot be divided by --tensor-parallel-size "
             f"{ranks}; lower it"
         )
-    _, streams = _sizes(config)
-    if builder.captures:
-        raise ConfigError(
-            f"{config.architecture} has {streams.count} residual streams, and drafts that read hidden states between "
-            "layers (EAGLE3, DFLASH) read one: use another --speculative-algorithm"
-        )
     vocab = vocabulary.vocabulary(builder, config)
     rows, tokens = PassRows(builder.ops.memory.put), PassValue()
     context = builder.context or config.max_positions
     rotary = RotaryEmbedding(config.rope, config.rope.head_dim, builder.dtype, builder.ops, context)
     layers = [
-        _layer(config, builder, number, rotary=rotary, rows=rows, tokens=tokens) for number in range(config.layers)
+        _layer(
+            config,
+            builder,
+            number,
+            f"model.layers.{number}",
+            rotary=rotary,
+            rows=rows,
+            tokens=tokens,
+            is_first=number == 0 and builder.stage.is_first,
+        )
+        for number in range(config.layers)
     ]
-    last = HyperHead(builder, streams, "model.hc_head", builder.norm("model.norm", config.norm_eps))
-    return Decoder(builder, config, vocab, layers, last)
+    return Decoder(builder, config, vocab, layers, _last(config, builder, "model"))
+
+
+def head_config(raw: Mapping[str, Any], target: ModelConfig, name: str) -> DeepseekV4Config:
+    """The sizes of a head for later tokens, a model of one layer with a window alone. ``raw``: config.json, in whose
+    ``compress_ratios`` heads follow the ``target``'s layers. Raises ConfigError."""
+    ratios, place = raw.get("compress_ratios"), target.layers + int(name.rpartition(".")[2])
+    if isinstance(ratios, list) and len(ratios) > place and ratios[place] != 0:
+        raise ConfigError(
+            f"config.json: compress_ratios has {ratios[place]!r} for {name}, a head for later tokens, and heads with a "
+            "window alone (0) are run; use --speculative-algorithm NGRAM"
+        )
+    own = {"num_hidden_layers": 1, "layer_types": [_SLIDING], "mlp_layer_types": ["moe"], "compress_ratios": None}
+    result = config(ConfigReader({**raw, **own}, target.architecture))
+    assert isinstance(result, DeepseekV4Config)
+    # A token's vector is cached as a key and a value of half its numbers.
+    return dataclasses.replace(result, rope=result.ropes[0], ropes={}, head_dim=result.head_dim // 2)
+
+
+def head_tensors(config: ModelConfig, name: str) -> Iterator[TensorSpec]:
+    """The tensors of a head's layer, and of what stands before its logits."""
+    assert isinstance(config, DeepseekV4Config)
+    for spec in (*_layer_tensors(config, 0, name), *_last_tensors(config, name)):
+        yield dataclasses.replace(spec, aliases=(*spec.aliases, *_other_names(spec.name)))
+
+
+def head_layer(config: ModelConfig, builder: LayerBuilder, name: str) -> StreamBlock:
+    """The layer of ``head_tensors``, on one rank."""
+    assert isinstance(config, DeepseekV4Config)
+    return _layer(config, builder, 0, name, rotary=None, rows=PassRows(builder.ops.memory.put))
+
+
+def head_norm(config: ModelConfig, builder: LayerBuilder, name: str) -> HyperHead:
+    """What mixes a head's streams for its logits, and norms them."""
+    return _last(config, builder, name)
+
+
+def _last(config: ModelConfig, builder: LayerBuilder, module: str) -> HyperHead:
+    streams, norm = _sizes(config)[1], builder.norm(f"{module}.norm", config.norm_eps)
+    return HyperHead(builder, streams, f"{module}.hc_head", norm)
 
 
 def _layer(
     config: DeepseekV4Config,
-    builder: ModelBuilder,
+    builder: LayerBuilder,
     number: int,
+    name: str,
     *,
-    rotary: RotaryEmbedding,
+    rotary: RotaryEmbedding | None,
     rows: PassRows,
-    tokens: PassValue,
+    tokens: PassValue | None = None,
+    is_first: bool = False,
 ) -> StreamBlock:
-    """The layer ``number``. ``tokens``: that the experts of this pass are chosen for."""
-    (sizes, streams), name = _sizes(config), f"model.layers.{number}"
+    """The layer ``number``, ``name`` in the checkpoint. ``rotary``: of entries. ``tokens``: that the experts of this
+    pass are chosen for. ``is_first``: it reads embeddings."""
+    sizes, streams = _sizes(config)
     attention = CompressedAttention(
         builder, config.layer(number), f"{name}.self_attn", config.heads, rotary=rotary, rows=rows
     )
     gate = LimitedGate(sizes.limit, before=True)
-    table = ExpertTable(builder.source.take([f"{name}.mlp.gate.tid2eid"]), tokens) if number in config.hashed else None
+    table: ExpertTable | None = None
+    if number in config.hashed:
+        assert tokens is not None, "of the model's layers"
+        table = ExpertTable(builder.source.take([f"{name}.mlp.gate.tid2eid"]), tokens)
     experts = moe.SparseFeedForward(
         builder, sizes, name, DEEPSEEK if table is None else _HASHED, gate, gate, table=table
     )
@@ -365,6 +435,6 @@ def _layer(
         (half("attn_hc", "input_layernorm"), attention),
         (half("ffn_hc", "post_attention_layernorm"), experts),
         streams.count,
-        is_first=number == 0 and builder.stage.is_first,
+        is_first=is_first,
         tokens=tokens,
     )

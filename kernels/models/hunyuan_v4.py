@@ -160,11 +160,6 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``. Raises ConfigError."""
     assert isinstance(config, HunyuanV4Config)
-    if builder.captures:
-        raise ConfigError(
-            f"{config.architecture} has {_streams(config).count} residual streams, and drafts that read hidden states "
-            "between layers (EAGLE3, DFLASH) read one: use another --speculative-algorithm"
-        )
     if builder.context_parallel is not None:
         raise ConfigError(
             f"{config.architecture} does not run with --enable-nsa-prefill-context-parallel: its results are gated; "

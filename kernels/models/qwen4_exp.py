@@ -50,6 +50,10 @@ class Qwen4Config(ModelConfig):
     def indexed(self) -> bool:
         return True
 
+    @property
+    def stream_size(self) -> int:
+        return self.streams * self.hidden_size
+
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
@@ -183,11 +187,6 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``. Raises ConfigError."""
     assert isinstance(config, Qwen4Config)
-    if builder.captures:
-        raise ConfigError(
-            f"{config.architecture} has {config.streams} residual streams, and drafts that read hidden states between "
-            "layers (EAGLE3, DFLASH) read one: use another --speculative-algorithm"
-        )
     vocab = vocabulary.vocabulary(builder, config)
     layers = [_Layer(config, builder, index) for index in range(config.layers)]
     return Decoder(builder, config, vocab, layers, StreamMixer(builder, _LAST, config.streams, config.norm_eps, False))

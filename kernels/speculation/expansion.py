@@ -8,6 +8,7 @@ no moves (EAGLE-2, Li et al., arXiv 2406.16858).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.core.tree import MAX_NODES, Drafts, Growth, chain
 from kernels.devices.base import Device
 from kernels.devices.capture import CaptureRequest
@@ -255,7 +256,12 @@ class Expansion:
     def _batch(
         self, tokens: Tensor, positions: Tensor, index: Tensor, rows: AttentionRows, states: Tensor
     ) -> ForwardBatch:
-        return forward_batch(self._device, self._model.config, tokens, positions, index, rows, states=states)
+        batch = forward_batch(self._device, self._model.config, tokens, positions, index, rows, states=states)
+        window, size = self._model.config.row_window, self._context.config.page_size
+        if window is None:
+            return batch
+        # The draft keeps all tokens, in the pages that the target has for what it keeps of all.
+        return replace(batch, bounded={window: BoundedRows(rows.starts, rows.counts, rows.pages, size, index)})
 
     @property
     def _reads_rows(self) -> bool:
@@ -282,8 +288,8 @@ def forward_batch(
 def _reads_rows(device: Device, config: ModelConfig) -> bool:
     """Whether attention reads rows on the host."""
     planned = device.attention.plans_latent and device.cache.dtype is None
-    latent = config.latent is not None and (config.indexed or not planned)
-    return latent or bool(config.eager_with(device.attention.plans))
+    latent = config.latent is not None and not planned
+    return config.indexed or latent or bool(config.eager_with(device.attention.plans))
 
 
 def observed_rows(

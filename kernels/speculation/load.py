@@ -303,6 +303,12 @@ def captured_layers(settings: SpeculativeSettings, model: ModelConfig) -> tuple[
     Raises ConfigError or LoadError for a draft that does not fit the model.
     """
     layers: tuple[int, ...] = _class(settings).captured_layers(settings, model)
+    streams = model.stream_size // model.hidden_size
+    if layers and streams > 1 and settings.algorithm != "MTP":
+        raise ConfigError(
+            f"{model.architecture} has {streams} residual streams, and drafts that read hidden states between layers "
+            "(EAGLE3, DFLASH) read one: use another --speculative-algorithm"
+        )
     return layers
 
 

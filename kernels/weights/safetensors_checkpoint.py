@@ -127,17 +127,18 @@ class SafetensorsCheckpoint:
                 del self._file_of[stored]
 
     def _find_names(self, scheme: Scheme) -> None:
-        """Find what a scheme stores beside a weight that has another name: as the weight, or another last part."""
+        """Find what a scheme stores beside a weight under another name: as the weight has, or another last part."""
         for name, spec in self._tensors.items():
-            if not spec.quantizable or name not in self._aliases or self._header(name)[1] in _FLOATS:
+            if not spec.quantizable or name not in self._file_of or self._header(name)[1] in _FLOATS:
                 continue
-            module = self._aliases[name].rpartition(".")[0]
+            module = self._aliases.get(name, name).rpartition(".")[0]
             for own, wanted in (scheme.tensors(spec) or {}).items():
                 if own in self._file_of:
                     continue
                 names = [f"{module}.{kind}" for kind in (own.removeprefix(f"{spec.module}."), *wanted.kinds)]
                 stored = next((one for one in names if one in self._file_of), None)
-                self._aliases[own] = stored or " or ".join(names)
+                if stored is not None or name in self._aliases:
+                    self._aliases[own] = stored or " or ".join(names)
                 if stored is not None:
                     self._file_of[own] = self._file_of.pop(stored)
 

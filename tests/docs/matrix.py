@@ -137,8 +137,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if not (family.states or compressed) and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if not compressed:
-        yield "S"
+    yield "S"
     if features.collectives:
         yield "T"
     planned = not family.indexed and (not family.latent or features.plans_latent)  # an indexer reads rows on the host

@@ -24,8 +24,10 @@ SETTINGS = {
     "scale_fmt": "ue8m0",
     "weight_block_size": [BLOCK, BLOCK],
 }
-_EXPERT = re.compile(r"layers\.\d+\.ffn\.experts\.\d+\.w[123]\.weight")
-_FP8 = re.compile(r"layers\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123])\.weight")
+_EXPERT = re.compile(r"(layers|mtp)\.\d+\.ffn\.experts\.\d+\.w[123]\.weight")
+_FP8 = re.compile(
+    r"(layers|mtp)\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123]|[eh]_proj)\.weight"
+)
 _WIDE = re.compile(r".*(hc_\w+|\.ape|\.attn_sink|\.gate\.bias)$")
 _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 

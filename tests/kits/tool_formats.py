@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["ADD", "OSLO", "TOOLS", "written"]
+__all__ = ["ADD", "OSLO", "TOOLS", "hunyuan", "written"]
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -54,15 +54,58 @@ def _python(call: Call) -> str:
     return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
 
 
-def _gemma(value: object) -> str:
+def _gemma(value: object, quote: str = '<|"|>') -> str:
     match value:
         case str():
-            return f'<|"|>{value}<|"|>'
+            return f"{quote}{value}{quote}"
         case dict():
-            return f"{{{','.join(f'{key}:{_gemma(inner)}' for key, inner in value.items())}}}"
+            return f"{{{','.join(f'{key}:{_gemma(inner, quote)}' for key, inner in value.items())}}}"
         case list():
-            return f"[{','.join(map(_gemma, value))}]"
+            return f"[{','.join(_gemma(inner, quote) for inner in value)}]"
     return _dump(value)
+
+
+def _pairs(call: Call, prefix: str = "", suffix: str = "") -> str:
+    """Keys and values as GLM-4.5 writes them, with a prefix and a suffix of the names of tags."""
+    return "".join(
+        f"<{prefix}arg_key{suffix}>{key}</{prefix}arg_key{suffix}>\n"
+        f"<{prefix}arg_value{suffix}>{_text(value)}</{prefix}arg_value{suffix}>\n"
+        for key, value in call[1].items()
+    )
+
+
+def hunyuan(*calls: Call, suffix: str = "", separator: bool = True) -> str:
+    """The calls as Hunyuan 3 writes them; without the separator, as Hunyuan 4 does."""
+    behind = f"<tool_sep{suffix}>" if separator else ""
+    blocks = "".join(
+        f"<tool_call{suffix}>{call[0]}{behind}\n{_pairs(call, '', suffix)}</tool_call{suffix}>\n" for call in calls
+    )
+    return f"<tool_calls{suffix}>\n{blocks}</tool_calls{suffix}>"
+
+
+NAMESPACE = "]<]minimax[>["
+
+
+def _elements(value: object) -> str:
+    """A value as MiniMax-M3 writes it: objects and lists are elements."""
+    match value:
+        case dict():
+            return "".join(f"{NAMESPACE}<{key}>{_elements(inner)}{NAMESPACE}</{key}>" for key, inner in value.items())
+        case list():
+            return "".join(f"{NAMESPACE}<item>{_elements(inner)}{NAMESPACE}</item>" for inner in value)
+    return _text(value)
+
+
+_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+
+
+def _kimi_k3(call: Call, number: int) -> str:
+    members = "".join(
+        f'<|open|>argument key="{key}" type="{_KINDS.get(type(value), "null")}"<|sep|>'
+        f"{_text(value)}<|close|>argument<|sep|>"
+        for key, value in call[1].items()
+    )
+    return f'<|open|>call tool="{call[0]}" index="{number}"<|sep|>{members}<|close|>call<|sep|>'
 
 
 def written(name: str, *calls: Call) -> str:
@@ -129,15 +172,7 @@ def written(name: str, *calls: Call) -> str:
                 for call in calls
             )
         case "glm45":
-            return "\n".join(
-                f"<tool_call>{call[0]}\n"
-                + "".join(
-                    f"<arg_key>{key}</arg_key>\n<arg_value>{_text(value)}</arg_value>\n"
-                    for key, value in call[1].items()
-                )
-                + "</tool_call>"
-                for call in calls
-            )
+            return "\n".join(f"<tool_call>{call[0]}\n{_pairs(call)}</tool_call>" for call in calls)
         case "pythonic":
             return f"[{', '.join(map(_python, calls))}]"
         case "llama4":
@@ -146,6 +181,65 @@ def written(name: str, *calls: Call) -> str:
             return f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>"
         case "gemma4":
             return "".join(f"<|tool_call>call:{call[0]}{_gemma(call[1])}<tool_call|>" for call in calls)
+        case "functiongemma":
+            return "".join(
+                f"<start_function_call>call:{call[0]}{_gemma(call[1], '<escape>')}<end_function_call>" for call in calls
+            )
+        case "minimax-m3":
+            blocks = "".join(
+                f'{NAMESPACE}<invoke name="{call[0]}">{_elements(call[1])}{NAMESPACE}</invoke>\n' for call in calls
+            )
+            return f"{NAMESPACE}<tool_call>\n{blocks}{NAMESPACE}</tool_call>"
+        case "hy_v3":
+            return hunyuan(*calls)
+        case "hunyuan_a13b":
+            return f"<tool_calls>[{', '.join(map(_named, calls))}]</tool_calls>"
+        case "seed_oss":
+            return "\n".join(
+                f"<seed:tool_call>\n<function={call[0]}>\n"
+                + "".join(f"<parameter={key}>{_text(value)}</parameter>\n" for key, value in call[1].items())
+                + "</function>\n</seed:tool_call>"
+                for call in calls
+            )
+        case "longcat":
+            return "\n".join(f"<longcat_tool_call>\n{_named(call)}\n</longcat_tool_call>" for call in calls)
+        case "olmo3":
+            return "\n".join(("<function_calls>", *map(_python, calls), "</function_calls>"))
+        case "granite-20b-fc":
+            return "\n".join(f"<function_call> {_named(call)}" for call in calls)
+        case "gigachat3":
+            return "\n".join(f"function call<|role_sep|>\n{_named(call)}" for call in calls)
+        case "gigachat35":
+            blocks = "".join(_invoke(call, "｜GCML｜", True) for call in calls)
+            return f"<｜GCML｜tool_calls>\n{blocks}</｜GCML｜tool_calls>"
+        case "apertus":
+            listed = ", ".join(f"{{{_dump(call[0])}: {_dump(call[1])}}}" for call in calls)
+            return f"<|tools_prefix|>[{listed}]<|tools_suffix|>"
+        case "minicpm5":
+            return "\n".join(
+                f'<function name="{call[0]}">'
+                + "".join(f'<param name="{key}">{_text(value)}</param>' for key, value in call[1].items())
+                + "</function>"
+                for call in calls
+            )
+        case "kimi_k3":
+            blocks = "".join(_kimi_k3(call, number) for number, call in enumerate(calls, 1))
+            return f"<|open|>tools<|sep|>{blocks}<|close|>tools<|sep|>"
+        case "solar_open2":
+            return "\n".join(
+                f"<|tool_call:start|>{call[0]}\n"
+                + "".join(
+                    f"<|tool_arg:start|>{key}<|tool_arg:value|>{_text(value)}<|tool_arg:end|>\n"
+                    for key, value in call[1].items()
+                )
+                + "<|tool_call:end|>"
+                for call in calls
+            )
+        case "dots":
+            return f"<dots_function_call>\n{''.join(map(_invoke, calls))}</dots_function_call>"
+        case "k2_horizon":
+            blocks = "".join(f"<ifm|tool_call>{call[0]}\n{_pairs(call, 'ifm|')}</ifm|tool_call>\n" for call in calls)
+            return f"<ifm|tool_calls>\n{blocks}</ifm|tool_calls>"
         case "gpt-oss":
             return "".join(
                 f"<|start|>assistant<|channel|>commentary to=functions.{call[0]} <|constrain|>json<|message|>"

@@ -27,7 +27,9 @@ class MarkedTokenizer:
         self.tokenizer = Tokenizer.from_file(str(FILE))
         marks = [*form.OPEN, *form.MARKS, *form.TOKENS]
         if special:
-            named = [mark for mark in marks if mark not in ("<function=", "</function>", "functools[")]
+            text = ("<function=", "</function>", "functools[", '<function name="')
+            named = [mark for mark in marks if mark not in text]
+            named = [mark for mark in named if not any(part in mark and part != mark for part in form.TOKENS)]
             self.tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in named])
         encoded = {mark: self.encode(mark) for mark in marks}
         self.tokens = {mark: ids[0] if len(ids) == 1 else None for mark, ids in encoded.items()}

@@ -81,7 +81,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         )
         return sse_response(service, exchange, source, writer)
     collected = await collect(source, params.n)
-    return json_response(await _answer(service, exchange, body, collected, created, reader))
+    return json_response(await _answer(service, exchange, body, collected, created, reader, model=model))
 
 
 def _thought_limit(body: ChatRequest) -> tuple[str, int] | None:
@@ -99,6 +99,8 @@ async def _answer(
     collected: list[CollectedChoice],
     created: int,
     reader: Callable[[], ChoiceReader | None],
+    *,
+    model: str,
 ) -> ChatAnswer:
     answers = [await read_whole(choice, reader()) for choice in collected]
     usage = usage_answer(
@@ -112,7 +114,7 @@ async def _answer(
     return ChatAnswer(
         id=exchange.request_id,
         created=created,
-        model=service.check_model(body.model, exchange),
+        model=model,
         system_fingerprint=service.fingerprint,
         choices=[
             ChatChoice(

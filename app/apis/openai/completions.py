@@ -92,7 +92,7 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
         )
     sources = streams if session_request is None else [session_request.follow(streams[0])]
     collected = [await collect(source, params.n) for source in sources]
-    return json_response(_answer(service, exchange, body, collected, echoes, created))
+    return json_response(_answer(service, exchange, body, collected, echoes, created, model=model))
 
 
 def prompts_of(given: object) -> list[Prompt]:
@@ -130,6 +130,8 @@ def _answer(
     collected: list[list[CollectedChoice]],
     echoes: list[str],
     created: int,
+    *,
+    model: str,
 ) -> CompletionAnswer:
     usage = usage_answer(
         [[choice.usage for choice in choices] for choices in collected],
@@ -141,7 +143,7 @@ def _answer(
     return CompletionAnswer(
         id=exchange.request_id,
         created=created,
-        model=service.check_model(body.model, exchange),
+        model=model,
         system_fingerprint=service.fingerprint,
         choices=[
             _choice(body, choice, echo, scored, number * len(choices) + index)

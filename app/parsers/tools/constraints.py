@@ -91,7 +91,7 @@ def _answer(
     form: type[StreamingParser], calls: list[str], rules: Rules, *, forced: bool, single: bool, other: str | None
 ) -> str:
     """The rule of an answer, where calls may stand in the middle of text. Raises Unenforceable."""
-    (opener, end), marks = form.SECTION, form.OPEN
+    (opener, end), marks = form.section(rules), form.OPEN
     if len(marks) > 1 and not rules.is_token(marks[0]) and rules.is_token(marks[1]):
         opener, marks = opener.replace(marks[0], marks[1]), (marks[1], marks[0])
     call = rules.add(" | ".join(calls))
@@ -110,7 +110,7 @@ def _answer(
         first = rules.excluding(f"/\\s*([^\\s{regex(form.STARTS)}](?s:.*))?/", *without)
     if not marks:
         return f"{begin} {inner} | {first}"
-    tokens = [rules.text(each) for each in form.TEXT_MARKS if rules.is_token(each)]
+    tokens = [rules.text(each) for each in form.TEXT_MARKS if any(token is not None for _, token in rules.parts(each))]
     spoken = f"({text} ({' | '.join(tokens)}))* " if tokens else ""
     more = "" if single else f" ({spoken}{rules.before(text, mark)} {inner})*"
     bare = f" | {inner}{more} {spoken}{text}" if form.BARE else ""

@@ -6,21 +6,23 @@
 </｜DSML｜invoke>
 </｜DSML｜function_calls>
 
-V4 says ``tool_calls`` for ``function_calls``.
+V4 says ``tool_calls`` for ``function_calls``, and GigaChat 3.5 ``GCML`` for ``DSML``.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from app.parsers.tools.invoke import InvokeParser
 
-__all__ = ["DeepSeekV4Parser", "DeepSeekV32Parser"]
+__all__ = ["DeepSeekV4Parser", "DeepSeekV32Parser", "GigaChat35Parser"]
 
 
 class DeepSeekV32Parser(InvokeParser):
     PREFIX = "｜DSML｜"
     OPEN = ("<｜DSML｜function_calls>",)
     CLOSE = "</｜DSML｜function_calls>"
-    MARKS = (CLOSE,)
+    MARKS: ClassVar[tuple[str, ...]] = (CLOSE,)
     SECTION = ("<｜DSML｜function_calls>\n", CLOSE)
     BETWEEN = ""
     TYPED = True
@@ -32,3 +34,12 @@ class DeepSeekV4Parser(DeepSeekV32Parser):
     CLOSE = "</｜DSML｜tool_calls>"
     MARKS = (CLOSE,)
     SECTION = ("<｜DSML｜tool_calls>\n", CLOSE)
+
+
+class GigaChat35Parser(DeepSeekV32Parser):
+    PREFIX = "｜GCML｜"
+    OPEN = ("<｜GCML｜tool_calls>",)
+    CLOSE = "</｜GCML｜tool_calls>"
+    MARKS = (CLOSE, "<|message_sep|>")
+    SECTION = ("<｜GCML｜tool_calls>\n", CLOSE)
+    TOKENS = (PREFIX,)

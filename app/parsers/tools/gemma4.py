@@ -1,11 +1,14 @@
 """Tool calls as Gemma 4 writes them; keys are bare, and a token of its own stands around strings:
 
 <|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:2}<tool_call|>
+
+FunctionGemma writes ``<start_function_call>``, ``<end_function_call>`` and, around strings, ``<escape>``.
 """
 
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import msgspec
 
@@ -14,9 +17,8 @@ from app.parsers.text_reader import IncompleteCall, ParseError, Reading, Sink
 from app.parsers.tools.lark import Rules, Schema, placed
 from app.parsers.tools.parameters import members
 
-__all__ = ["Gemma4Parser"]
+__all__ = ["FunctionGemmaParser", "Gemma4Parser"]
 
-_QUOTE = '<|"|>'
 _DEPTH = 64
 _BARE = re.compile(r"[^,}\]<]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
@@ -26,9 +28,10 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null", "nil
 class Gemma4Parser(StreamingParser):
     """Strings may be JSON, too: grammars ask for JSON values. Words without quotes are strings, None is null."""
 
+    QUOTE: ClassVar[str] = '<|"|>'
     OPEN = ("<|tool_call>",)
     MARKS = ("<tool_call|>",)
-    TOKENS = (_QUOTE,)
+    TOKENS = (QUOTE,)
 
     def block(self, mark: str) -> Reading[None]:
         yield from self.space()
@@ -59,7 +62,7 @@ class Gemma4Parser(StreamingParser):
         if (yield from self.peek()) == '"':
             yield from self.json_string(sink)
             yield from self.symbol(":")
-        elif (yield from self.skip(_QUOTE)):
+        elif (yield from self.skip(self.QUOTE)):
             yield from self._string(sink)
             yield from self.symbol(":")
         else:
@@ -71,7 +74,7 @@ class Gemma4Parser(StreamingParser):
         yield from self.space()
         if depth > _DEPTH:
             raise ParseError("it is nested too deeply")
-        if (yield from self.skip(_QUOTE)):
+        if (yield from self.skip(self.QUOTE)):
             yield from self._string(sink)
             return
         first = yield from self.peek()
@@ -113,13 +116,13 @@ class Gemma4Parser(StreamingParser):
     def _string(self, sink: Sink) -> Reading[None]:
         """A string after its start, and its end."""
         sink('"')
-        if not (yield from self.until((_QUOTE,), lambda text: sink(_json(text)[1:-1]))):
+        if not (yield from self.until((self.QUOTE,), lambda text: sink(_json(text)[1:-1]))):
             raise IncompleteCall
         sink('"')
 
     @classmethod
     def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
-        end = rules.text("}<tool_call|>")
+        end = rules.text(f"}}{cls.MARKS[0]}")
         written, alone = end, end  # what follows a value, and what stands where there is none yet
         for key, part, needed in reversed(list(members(schema))):
             value = f"{rules.text(f'{key}:')} {rules.json(placed(part, schema))} {written}"
@@ -128,6 +131,13 @@ class Gemma4Parser(StreamingParser):
                 rules.add(value + ("" if needed else f" | {alone}")),
             )
         return f"{rules.text(f'call:{name}{{')} {alone}"
+
+
+class FunctionGemmaParser(Gemma4Parser):
+    QUOTE = "<escape>"
+    OPEN = ("<start_function_call>",)
+    MARKS = ("<end_function_call>",)
+    TOKENS = (QUOTE,)
 
 
 def _json(text: str) -> str:

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from app.parsers.base import StreamingParser
 from app.parsers.text_reader import Reading
 
-__all__ = ["GraniteParser"]
+__all__ = ["Granite20bParser", "GraniteParser"]
 
 
 class GraniteParser(StreamingParser):
     """Granite 3.0 writes ``<|tool_call|>``, later ones ``<tool_call>``."""
 
-    OPEN = ("<|tool_call|>", "<tool_call>")
-    MARKS = ("</tool_call>",)
+    OPEN: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<tool_call>")
+    MARKS: ClassVar[tuple[str, ...]] = ("</tool_call>",)
     SECTION = ("<|tool_call|>[", "]")
     BETWEEN = '", "'
 
@@ -25,3 +27,16 @@ class GraniteParser(StreamingParser):
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:
         return f'{{"name": "{name}", "arguments": ', "}"
+
+
+class Granite20bParser(GraniteParser):
+    """Granite-20B-FunctionCalling writes a mark before each call."""
+
+    OPEN = ("<function_call>",)
+    MARKS = ()
+    SECTION = ("", "")
+    BETWEEN = '"\\n"?'
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f' {{"name": "{name}", "arguments": ', "}"

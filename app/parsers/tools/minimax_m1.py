@@ -3,6 +3,8 @@
 <tool_calls>
 {"name": "get_weather", "arguments": {"city": "Oslo"}}
 </tool_calls>
+
+Hunyuan-A13B and Jamba write one list of JSON between these tags.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from app.parsers.base import StreamingParser
 from app.parsers.text_reader import Reading
 
-__all__ = ["MiniMaxM1Parser"]
+__all__ = ["HunyuanA13bParser", "MiniMaxM1Parser"]
 
 
 class MiniMaxM1Parser(StreamingParser):
@@ -29,3 +31,8 @@ class MiniMaxM1Parser(StreamingParser):
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:
         return f'{{"name": "{name}", "arguments": ', "}"
+
+
+class HunyuanA13bParser(MiniMaxM1Parser):
+    SECTION = ("<tool_calls>[", "]</tool_calls>")
+    BETWEEN = '", "'

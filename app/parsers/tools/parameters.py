@@ -12,17 +12,18 @@ from app.parsers.base import StreamingParser
 from app.parsers.text_reader import IncompleteCall, ParseError, Reading
 from app.parsers.tools.lark import ANNOTATIONS, ANY, Rules, Schema, Unenforceable, placed, resolved
 
-__all__ = ["ParameterParser", "Value", "as_json", "members", "types_of"]
+__all__ = ["ParameterParser", "Value", "as_json", "is_json", "members", "quoted", "types_of"]
 
 _OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
 
 
 class Value:
-    """The value of a parameter in a grammar. ``text``: whether it is text as it is, without quotes; else it is JSON."""
+    """The value of a parameter in a grammar. ``text``: whether it is text as it is, without quotes; else it is JSON.
+    ``kinds``: the JSON types that its schema allows; empty if it does not say."""
 
     def __init__(self, schema: Any, root: Schema, *, typed: bool) -> None:
         self._schema, self._root = schema, root
-        kinds = types_of(schema, root)
+        kinds = self.kinds = types_of(schema, root)
         free = not set(resolved(schema, root)) - ANNOTATIONS - {"type"}
         self.text = kinds == {"string"} or (free and not typed and (not kinds or kinds == {"string", "null"}))
 
@@ -38,10 +39,12 @@ class Value:
 class ParameterParser(StreamingParser, ABC):
     """Text values are passed on as they arrive; others when they are complete, because their type decides their form.
 
-    ``NEWLINES``: each value stands on lines of its own. ``TYPED``: the tags say whether a value is text.
+    ``NEWLINES``: each value stands on lines of its own. ``AROUND``: what may stand around a value. ``TYPED``: the tags
+    say whether a value is text.
     """
 
     NEWLINES: ClassVar[bool] = False
+    AROUND: ClassVar[tuple[str, str]] = ("", "")
     TYPED: ClassVar[bool] = False
 
     def parameters_call(self, name: str, members: Callable[[], Reading[None]]) -> Reading[None]:
@@ -66,14 +69,17 @@ class ParameterParser(StreamingParser, ABC):
     def parameter(self, key: str, *ends: str, text: bool | None = None) -> Reading[str]:
         """A value up to one of the end marks, which is returned. ``text``: whether it is text or JSON; None asks the
         schema."""
-        self.add_arguments((", " if self._members else "{") + _quoted(key.strip()) + ": ")
-        self._members += 1
-        schema = self.parameters(self._name)
-        types = types_of((resolved(schema, schema).get("properties") or {}).get(key.strip()), schema)
+        self.begin_member(key)
+        types = self.member_types(key)
+        is_text = text or (text is None and types == {"string"})
+        if is_text:
+            self.add_arguments('"')
         if self.NEWLINES:
             yield from self.skip("\n")
-        if text or (text is None and types == {"string"}):
-            self.add_arguments('"')
+        before, behind = self.AROUND
+        if before and (yield from self.skip(before)):
+            ends = tuple(f"{behind}{end}" for end in ends)
+        if is_text:
             tail = ""
 
             def sink(piece: str) -> None:
@@ -81,7 +87,7 @@ class ParameterParser(StreamingParser, ABC):
                 complete, tail = tail + piece, ""
                 if self.NEWLINES and complete.endswith("\n"):
                     complete, tail = complete[:-1], "\n"
-                self.add_arguments(_quoted(complete)[1:-1])
+                self.add_arguments(quoted(complete)[1:-1])
 
             end = yield from self.until(ends, sink)
             if not end:
@@ -93,8 +99,23 @@ class ParameterParser(StreamingParser, ABC):
         if not end:
             self.add_arguments("".join(parts).lstrip())  # no value yet, as the call is not complete
             raise IncompleteCall
-        self.add_arguments(as_json("".join(parts), set() if text is False else types))
+        self.add_arguments(self.value_json("".join(parts), set() if text is False else types))
         return end
+
+    def begin_member(self, key: str) -> None:
+        """Add the name of a parameter to the arguments; its value follows."""
+        self.add_arguments((", " if self._members else "{") + quoted(key.strip()) + ": ")
+        self._members += 1
+
+    def member_types(self, key: str) -> set[str]:
+        """The JSON types that the schema allows for a parameter; empty if it does not say."""
+        schema = self.parameters(self._name)
+        return types_of((resolved(schema, schema).get("properties") or {}).get(key.strip()), schema)
+
+    @classmethod
+    def value_json(cls, text: str, types: set[str]) -> str:
+        """A value that is not text as it is, as JSON."""
+        return as_json(text, types)
 
     @classmethod
     def member_rules(cls, schema: Schema, rules: Rules) -> str:
@@ -165,6 +186,14 @@ def _type(value: object) -> str:
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
+def is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False
+    return True
+
+
 def as_json(text: str, types: set[str]) -> str:
     """A value as JSON: as the text reads if its type is allowed, else a string."""
     written = text.strip()
@@ -172,15 +201,16 @@ def as_json(text: str, types: set[str]) -> str:
     try:
         value = msgspec.json.decode(written)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
-        return _quoted(text.strip("\n"))
+        return quoted(text.strip("\n"))
     kind = _type(value)
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     if fits and kind == "string" and not types:
         return written
     if not fits and "string" in types:
-        return _quoted(text.strip("\n"))
+        return quoted(text.strip("\n"))
     return written
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as a string of JSON."""
     return msgspec.json.encode(text).decode()

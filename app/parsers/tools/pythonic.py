@@ -15,7 +15,7 @@ from app.parsers.text_reader import IncompleteCall, ParseError, Reading, Sink
 from app.parsers.tools.lark import ANNOTATIONS, Rules, Schema, Unenforceable, placed, resolved
 from app.parsers.tools.parameters import members, types_of
 
-__all__ = ["Lfm2Parser", "Llama4Parser", "PythonicParser"]
+__all__ = ["Lfm2Parser", "Llama4Parser", "Olmo3Parser", "PythonicParser", "literal_json"]
 
 _NAME = re.compile(r"[\w.-]*", re.ASCII)
 _SCALAR = re.compile(r"[-+.\w]*")
@@ -191,6 +191,49 @@ class Lfm2Parser(Llama4Parser):
     OPEN = ("<|tool_call_start|>",)
     MARKS = ("<|tool_call_end|>",)
     SECTION = ("<|tool_call_start|>[", "]<|tool_call_end|>")
+
+
+class Olmo3Parser(PythonicParser):
+    """Olmo 3 writes a call a line between tags."""
+
+    OPEN = ("<function_calls>",)
+    MARKS = ("</function_calls>",)
+    SECTION = ("<function_calls>\n", "\n</function_calls>")
+    BETWEEN = '"\\n"'
+    STARTS = ""
+
+    def at_start(self) -> Reading[None]:
+        return
+        yield
+
+    def block(self, mark: str) -> Reading[None]:
+        (end,) = self.MARKS
+        yield from self.space()
+        while not (yield from self.skip(end)):
+            yield from self._call()
+            yield from self.space()
+
+
+class _LiteralReader(PythonicParser):
+    """Reads a literal, which is all of a text."""
+
+    literal: str | None = None
+
+    def answer(self) -> Reading[None]:
+        parts: list[str] = []
+        yield from self.attempt(self._value(parts.append), expected=False)
+        yield from self.space()
+        if not self._text:
+            self.literal = "".join(parts)
+        self._text = ""
+
+
+def literal_json(text: str) -> str | None:
+    """A literal of Python as JSON; None if the text is none."""
+    reader = _LiteralReader({})
+    reader.read(text)
+    reader.end()
+    return reader.literal
 
 
 def _literal(schema: Any, root: Schema, rules: Rules) -> str:

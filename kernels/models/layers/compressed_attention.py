@@ -242,7 +242,7 @@ def _halves(x: Tensor) -> Tensor:
 
 
 class CompressedAttention:
-    """The layer of ``tensors``. ``heads``: of this rank. ``rotary``: of the layer and of its entries."""
+    """The layer of ``tensors``. ``heads``: of this rank. ``rotary``: of entries; None: the layer has none."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class CompressedAttention:
         module: str,
         heads: int,
         *,
-        rotary: Rotate,
+        rotary: Rotate | None,
         rows: PassRows,
     ) -> None:
         own = sizes.shared
@@ -324,6 +324,7 @@ class CompressedAttention:
         ready = rows.ready(sizes.rate)
         if ready is None:
             return
+        assert self.rotary is not None, "of a layer with entries"
         step = max(1, _numbers(ready[0].device) // (sizes.span * sum(sizes.widths)))
         for row, numbers in zip(ready[0].split(step), ready[1].split(step), strict=True):
             first = numbers * sizes.rate

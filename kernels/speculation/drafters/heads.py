@@ -181,8 +181,8 @@ class GatedHeadLayer:
 class HeadModel(DraftModel):
     """The common part of all layouts of heads.
 
-    ``width``: the target's hidden size, unless a layout says otherwise. ``features``: the width that ``start`` expects
-    of the target's features, where it is another one.
+    ``width``: of the target's residual stream, unless a layout says otherwise. ``features``: the width that ``start``
+    expects of the target's features, where it is another one.
     """
 
     features = 0
@@ -190,11 +190,12 @@ class HeadModel(DraftModel):
     def __init__(self, context: DrafterContext, weights: DraftWeights, token_map: bool = True) -> None:
         self.weights = weights
         self.config: ModelConfig = weights.local
-        self.width = self.config.hidden_size
+        self.width = self.config.stream_size
         self.device: Device = context.device
         self.ends = SharedEnds(context, weights, token_map)
         self.ids = self.ends.ids
-        self.rotary = RotaryEmbedding(self.config.rope, self.config.head_dim, context.dtype, context.device)
+        rope = self.config.rope
+        self.rotary = RotaryEmbedding(rope, rope.head_dim or self.config.head_dim, context.dtype, context.device)
 
     def norm(self, name: str) -> Norm:
         module = name.removesuffix(".weight")

@@ -30,7 +30,9 @@ Public layouts, in the target's checkpoint or in a separate one:
 * Nemotron 3's: ``mtp.layers.0``, which is attention, with ``enorm``, ``hnorm``, ``eh_proj`` of embedding | feature;
   ``mtp.layers.1``, which is experts, with ``final_layernorm``;
 * Ling 2's and 3's: as DeepSeek's, with ``final_layernorm``. The layer is the target's with experts, and with latent
-  attention where it has it.
+  attention where it has it;
+* DeepSeek V4's: ``mtp.0`` with ``enorm``, ``hnorm``, ``e_proj`` of the embedding, ``h_proj`` of each of the residual
+  streams, ``hc_head`` and ``norm`` before the logits. The layer is the target's with a window alone (``StreamHead``).
 """
 
 from __future__ import annotations
@@ -51,14 +53,23 @@ from kernels.contract.step import Admission
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
-from kernels.core.operators import PendingResidual
+from kernels.core.operators import Norm, PendingResidual
 from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
-from kernels.models import bailing_hybrid, bailing_moe, exaone4, longcat_flash, mimo_v2_flash, nemotron_h, step3p5
+from kernels.models import (
+    bailing_hybrid,
+    bailing_moe,
+    deepseek_v4,
+    exaone4,
+    longcat_flash,
+    mimo_v2_flash,
+    nemotron_h,
+    step3p5,
+)
 from kernels.models.config import ModelConfig
-from kernels.models.layers.block import Block
+from kernels.models.decoder import DecoderLayer
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.delta_net import DeltaConfig
 from kernels.models.layers.vocabulary import VocabularyHead
@@ -214,7 +225,7 @@ class HeadFamily(Protocol):
         """The tensors of the layer."""
         ...
 
-    def head_layer(self, config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
+    def head_layer(self, config: ModelConfig, builder: LayerBuilder, name: str) -> DecoderLayer:
         """The layer on one rank, whose sizes are ``config``."""
         ...
 
@@ -227,6 +238,8 @@ class Layout:
     tensors. ``output``: the module of its logits; empty: they are the target's. ``last_norm`` "": there is none.
     ``family``: makes its layer. ``before_norm``: the target's features and the head's states are those before the last
     norm. ``chained``: of several heads, each reads the states of the one before it, otherwise all read the features.
+    ``state_projection``: of each residual stream, ``projection`` being the token's; empty: one is for both. With it
+    ``mixture`` makes what stands before the logits in place of ``last_norm``.
     """
 
     layers: str
@@ -240,6 +253,8 @@ class Layout:
     family: HeadFamily | None = None
     before_norm: bool = False
     chained: bool = True
+    state_projection: str = ""
+    mixture: Callable[[ModelConfig, LayerBuilder, str], Norm] | None = None
 
     def module(self, head: str, part: str) -> str:
         """The name of a ``part``, one of the fields."""
@@ -271,6 +286,17 @@ _OWN = {
     "BailingHybridForCausalLM": replace(_LING, family=bailing_hybrid),
     "BailingMoeV3ForCausalLM": replace(_LING, family=bailing_hybrid),
     "BailingMoeV2ForCausalLM": replace(_LING, family=bailing_moe),
+    "DeepseekV4ForCausalLM": Layout(
+        "mtp",
+        "{head}.enorm",
+        "{head}.hnorm",
+        "{head}.e_proj",
+        "",
+        family=deepseek_v4,
+        before_norm=True,
+        state_projection="{head}.h_proj",
+        mixture=deepseek_v4.head_norm,
+    ),
     "Exaone4ForCausalLM": replace(QWEN, family=exaone4),
     "LongcatFlashForCausalLM": Layout(
         "mtp.layers",
@@ -340,7 +366,7 @@ class MtpHead(HeadModel):
         self.projection = context.device.linear.make_projection(projection, None)
         self.last_norm = self.norm(layout.weight(prefix, layout.last_norm)) if layout.last_norm else None
         self.norm_of_logits = self.last_norm if layout.before_norm else None
-        self.block: Block | None = None
+        self.block: DecoderLayer | None = None
         if layout.output:
             rows, group = weights.take([layout.weight(prefix, layout.output)]), context.group
             if self.ids is not None:
@@ -377,6 +403,35 @@ class MtpHead(HeadModel):
         return super().logits(states if self.norm_of_logits is None else self.norm_of_logits(states))
 
 
+class StreamHead(HeadModel):
+    """One head of a target with several residual streams: it reads all of them, and its states are its own
+    [tokens, streams * hidden]."""
+
+    def __init__(self, context: DrafterContext, weights: DraftWeights, layout: Layout, prefix: str) -> None:
+        super().__init__(context, weights)
+        assert layout.family is not None
+        assert layout.mixture is not None, "of a layout with a projection of states"
+        self.token_norm = self.norm(layout.weight(prefix, layout.token_norm))
+        self.state_norm = self.norm(layout.weight(prefix, layout.state_norm))
+        self.token_projection, self.state_projection = (
+            context.device.linear.make_projection(weights.projection([layout.module(prefix, part)]), None)
+            for part in (layout.projection, layout.state_projection)
+        )
+        self.block = layout.family.head_layer(self.config, weights.builder, prefix)
+        self.mixture = layout.mixture(self.config, weights.builder, prefix)
+
+    def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
+        cos, sin = self.rotary(batch.positions)
+        (cache,) = caches
+        token = self.token_projection(self.token_norm(self.ends.embed(batch.token_ids)))
+        streams = self.state_projection(self.state_norm(states.reshape(-1, self.config.hidden_size)))
+        residual = (streams.view(len(token), -1, token.shape[1]) + token.unsqueeze(1)).flatten(1)
+        return self.device.elementwise.add_pending(*self.block(None, residual, cos, sin, cache, batch))
+
+    def logits(self, states: Tensor) -> Tensor:
+        return super().logits(self.mixture(states))
+
+
 class MtpModel:
     """The first ``count`` heads of a checkpoint. Raises ConfigError or LoadError."""
 
@@ -389,8 +444,10 @@ class MtpModel:
             )
         prefixes = prefixes[:count]
         whole, *others = (_config(checkpoint, layout, prefix, context.full_config) for prefix in prefixes)
-        if whole.latent is not None and count > 1:
-            raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
+        if count > 1 and (whole.latent is not None or whole.row_window is not None):
+            raise ConfigError(
+                "several heads with latent or compressed attention are not run: leave --enable-multi-layer-eagle out"
+            )
         if any(other != whole for other in others):
             raise ConfigError(
                 f"{checkpoint.path}: the first {count} heads for later tokens differ in their window or other sizes, "
@@ -405,7 +462,8 @@ class MtpModel:
                 spec = output(name, context.full_config.vocab_size, whole.hidden_size)
                 tensors[spec.name] = replace(spec, split=None) if context.settings.token_map else spec
         self.weights = DraftWeights(context, checkpoint, tensors, whole)
-        self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
+        make = StreamHead if layout.state_projection else MtpHead
+        self.heads: list[HeadModel] = [make(context, self.weights, layout, prefix) for prefix in prefixes]
         self.chained = layout.chained
 
 
@@ -432,7 +490,9 @@ def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: M
         result = dict(gated_tensors(config, prefix) if layout is QWEN else layer_tensors(config, prefix))
     for norm in filter(None, (layout.token_norm, layout.state_norm, layout.last_norm)):
         result |= plain(layout.weight(prefix, norm), hidden)
-    result |= plain(layout.weight(prefix, layout.projection), hidden, 2 * hidden)
+    inputs = hidden if layout.state_projection else 2 * hidden
+    for projection in filter(None, (layout.projection, layout.state_projection)):
+        result |= plain(layout.weight(prefix, projection), hidden, inputs)
     for name in (layout.weight(prefix, part) for part in layout.unused):
         if checkpoint.has(name):
             result |= plain(name, vocab, hidden)

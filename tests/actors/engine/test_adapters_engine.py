@@ -22,7 +22,7 @@ from tests.kits.adapters import adapted_modules, merged, save_adapter
 from tests.kits.engines import rest, small_engine
 from tests.kits.waiting import until
 
-PROMPT = "The lazy dog"
+PROMPT = "The lazy dog " * 12  # of several pages of the prefix cache
 NAMES = (None, "first", "other")
 
 
@@ -166,8 +166,8 @@ async def test_a_load_that_fails_unloads_no_other_adapter(tiny_model, files, tmp
 
 
 async def test_limits_hold_for_the_first_adapters_and_later_ones(tiny_model, files, tmp_path):
-    with pytest.raises((EngineFailed, ArgumentError), match="none is not a directory"):
-        async with small_engine(tiny_model, lora_paths=[str(tmp_path / "none")]):
+    with pytest.raises((EngineFailed, ArgumentError), match=r"none is not a directory.*; .*other is not a directory"):
+        async with small_engine(tiny_model, lora_paths=[str(tmp_path / name) for name in ("none", "other")]):
             pass
     with pytest.raises(EngineFailed, match="its rank 3 is larger than --max-lora-rank 2"):
         async with small_engine(tiny_model, lora_paths=[str(files["first"])], max_lora_rank=2):

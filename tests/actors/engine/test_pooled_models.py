@@ -160,6 +160,6 @@ async def test_nothing_is_lost_when_a_worker_is_killed_as_it_embeds(tmp_path: Pa
         await asyncio.sleep(0)
         embedding = [asyncio.create_task(engine.embed(text)) for text in texts]
         os.kill(await halted, signal.SIGKILL)
-        assert await asyncio.gather(*embedding) == expected
+        assert np.allclose(await asyncio.gather(*embedding), expected, atol=1e-5)  # in other batches than alone
         assert engine.describe()["workers"][0]["restarts"] == 1
         await rest(engine)

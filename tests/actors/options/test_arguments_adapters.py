@@ -17,6 +17,7 @@ INFOS = (AdapterInfo("a", 4, ("q_proj",)), AdapterInfo("b", 8, ("k_proj", "q_pro
     [
         ["a=x/a", "b", '{"lora_name": "c", "lora_path": "x/c", "pinned": true}', '{"name": "d", "path": "y"}'],
         '["a=x/a", "b", {"lora_name": "c", "lora_path": "x/c", "pinned": true}, {"name": "d", "path": "y"}]',
+        'a=x/a, b {"lora_name":"c","lora_path":"x/c","pinned":true} {"name": "d", "path": "y"}',
     ],
 )
 def test_adapters_are_words_or_objects(given):
@@ -28,6 +29,12 @@ def test_adapters_are_words_or_objects(given):
         AdapterPath("c", "x/c", True),
         AdapterPath("d", "y"),
     )
+
+
+def test_objects_may_come_before_words():
+    given = '{"lora_name": "c", "lora_path": "x, y"} a=x,b=y'
+    paths = (AdapterPath("c", "x, y"), AdapterPath("a", "x"), AdapterPath("b", "y"))
+    assert Arguments.from_keywords(lora_paths=given).adapter_paths == paths
 
 
 def test_a_single_object_is_one_adapter():

@@ -52,6 +52,13 @@ async def test_every_api_chooses_an_adapter_by_its_model(application, engine, ad
     assert "'fake:parrot' does not exist here; this server has 'fake', 'pirate'" in str(answer)
 
 
+async def test_vectors_are_made_with_the_adapter_of_their_model(application, engine, adapters):
+    application.service.arguments = msgspec.structs.replace(application.service.arguments, is_embedding=True)
+    for model, name in (("fake:pirate", "pirate"), ("fake", None)):
+        assert (await post(application, "/v1/embeddings", model=model, input="a"))[0] == 200
+        assert engine.requests[-1]["adapter"] == name
+
+
 async def test_an_adapter_of_the_hub_is_loaded_by_its_name(engine, adapters, monkeypatch):
     asked = []
 
@@ -158,6 +165,32 @@ async def test_adapters_are_loaded_and_unloaded_in_vllms_form(application, engin
 async def test_a_name_that_no_log_can_carry_is_refused(application, adapters, name):
     status, answer = await post(application, "/load_lora_adapter", lora_name=name, lora_path=str(adapters / "poet"))
     assert (status, answer["error"]["param"]) == (400, "lora_name")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 4}),
+        ("/api/chat", {**CHAT, "stream": False}),
+        ("/completion", {"prompt": "a"}),
+    ],
+)
+async def test_an_answer_whose_adapter_is_unloaded_meanwhile_is_given(
+    application, engine, adapters, path, body, monkeypatch
+):
+    generate = engine.generate
+
+    def unloading(*given, **options):
+        stream = generate(*given, **options)
+        del engine.adapters._names["pirate"]
+        return stream
+
+    monkeypatch.setattr(engine, "generate", unloading)
+    assert (await post(application, path, model="pirate", **body))[0] == 200
+    assert (await post(application, path, model="pirate", **body))[0] == 404
 
 
 async def test_a_server_without_adapters_says_so(application):

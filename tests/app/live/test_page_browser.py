@@ -70,7 +70,7 @@ def make_long(page: Any, tokens: int) -> None:
 def test_chat_streams_an_answer_and_shows_its_hops(server, open_page):
     page = open_page(server.url)
     page.wait_for_function("() => document.getElementById('model-name').textContent === 'understudy'")
-    make_long(page, 400)
+    make_long(page, 1200)
     page.evaluate(
         """() => {
           window.seen = new Set();

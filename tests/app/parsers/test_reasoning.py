@@ -21,6 +21,7 @@ from tests.kits.tool_formats import ADD, TOOLS, written
 Read = tuple[str, str, int]
 
 BASE = REASONING_FORMATS["base"]
+SEPARATED = [name for name, form in REASONING_FORMATS.items() if not form.inline]
 
 
 def read(pieces: list[str], kind: type[StreamingParser] = StreamingParser, **keywords: Any) -> Read:
@@ -33,7 +34,7 @@ def read(pieces: list[str], kind: type[StreamingParser] = StreamingParser, **key
     return thought, content, reader.calls
 
 
-@pytest.mark.parametrize("name", REASONING_FORMATS)
+@pytest.mark.parametrize("name", SEPARATED)
 def test_a_thought_is_separated_in_any_pieces(name: str) -> None:
     form = REASONING_FORMATS[name]
     text = f"{form.begin}{form.label}\nHm, a < b.\n\nYes \n{form.end}\n\nIt is."
@@ -42,7 +43,7 @@ def test_a_thought_is_separated_in_any_pieces(name: str) -> None:
         assert read(pieces, reasoning_format=form) == ("Hm, a < b.\n\nYes", "It is.", 0)
 
 
-@pytest.mark.parametrize("name", REASONING_FORMATS)
+@pytest.mark.parametrize("name", SEPARATED)
 def test_a_thought_may_begin_in_the_prompt(name: str) -> None:
     form = REASONING_FORMATS[name]
     text = f"Hm{form.end}It is."
@@ -55,7 +56,8 @@ def test_a_thought_may_begin_in_the_prompt(name: str) -> None:
 
 
 def test_some_models_think_without_a_mark() -> None:
-    for name, form in REASONING_FORMATS.items():
+    for name in SEPARATED:
+        form = REASONING_FORMATS[name]
         expected = ("Hm", "It is.", 0) if form.always else ("", f"Hm{form.end}It is.", 0)
         assert read([f"Hm{form.end}It is."], reasoning_format=form) == expected, name
 
@@ -72,6 +74,67 @@ def test_a_thought_may_stay_in_the_content() -> None:
     text = "<think>\nHm\n</think>\n\nIt is."
     assert read(list(text), separate=False) == ("", text, 0)
     assert read(list(text), OutputKind, separate=False, tools=TOOLS) == ("", text, 0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_thought_of_minimax_append_think_stays_in_the_answer(size: int) -> None:
+    form = REASONING_FORMATS["minimax-append-think"]
+    for text, thinking, expected in (
+        ("Hm</think>\n\nIt is.", True, "<think>Hm</think>\n\nIt is."),
+        ("Hm</think>It is.", None, "<think>Hm</think>It is."),
+        ("<think>Hm</think>It is.", None, "<think>Hm</think>It is."),
+        ("It is.", False, "It is."),
+    ):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(pieces, reasoning_format=form, thinking=thinking) == ("", expected, 0)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("name", [name for name, form in REASONING_FORMATS.items() if form.answer])
+def test_marks_around_the_answer_are_dropped(name: str, tools: Any) -> None:
+    form = REASONING_FORMATS[name]
+    begin, end = form.answer[:2]
+    text = f"{form.begin}Hm{form.end}\n{begin}\nIt < is.\n{end}\n"
+    for size in (len(text), 1, 2, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(pieces, OutputKind, reasoning_format=form, tools=tools) == ("Hm", "It < is.", 0)
+    assert read([f"It is.{end}"], reasoning_format=form, thinking=False) == ("", "It is.", 0)
+    assert read([text], reasoning_format=form, separate=False) == ("", text, 0)
+
+
+@pytest.mark.parametrize("name", [name for name, form in REASONING_FORMATS.items() if form.others])
+def test_marks_may_have_other_spellings(name: str) -> None:
+    form = REASONING_FORMATS[name]
+    for begin, end in form.others:
+        assert read(list(f"{begin}Hm{end}It is."), reasoning_format=form) == ("Hm", "It is.", 0)
+        assert (form.in_prompt(f"user {begin}\n"), form.in_prompt(f"{begin}\n{end}\n")) == (True, False)
+        spelled = form.spelled(f"<|assistant|>{begin}")
+        assert (spelled.begin, spelled.end, set(spelled.marks)) == (begin, end, set(form.marks))
+    assert form.spelled(form.end) is form.spelled("") is form
+
+
+@pytest.mark.parametrize("name", ["apertus", "solar_open2", "kimi_k3"])
+def test_a_call_ends_an_open_thought(name: str) -> None:
+    form = output_format(name, name, None, "")
+    kind = form.parser(True)
+    assert kind is not None
+    assert form.reasoning_format is not None
+    text = form.reasoning_format.begin + "Hm" + written(name, ADD)
+    assert read(list(text), kind, reasoning_format=form.reasoning_format, tools=TOOLS) == ("Hm", "", 1)
+
+
+def test_kimi_k3_puts_its_answer_and_calls_in_elements() -> None:
+    form = output_format("kimi_k3", "kimi_k3", None, "")
+    kind = form.parser(True)
+    assert kind is not None
+    assert {"<|open|>", "<|close|>", "<|sep|>"} <= set(form.special_tokens(False))
+    end = "<|close|>message<|sep|>"
+    for answer in ("It is.", ""):
+        text = f"Hm<|close|>think<|sep|><|open|>response<|sep|>{answer}<|close|>response<|sep|>"
+        keywords: dict[str, Any] = {"reasoning_format": form.reasoning_format, "thinking": True}
+        assert read(list(text + end), **keywords) == ("Hm", answer, 0)
+        text += written("kimi_k3", ADD) + end
+        assert read(list(text), kind, **dict(keywords), tools=TOOLS) == ("Hm", answer, 1)
 
 
 def test_a_thought_may_come_as_a_whole() -> None:
@@ -156,6 +219,15 @@ TEMPLATES = {
     "cohere": "<|START_THINKING|>",
     "minimax": "<minimax:tool_call> <think> </think>",
     "kimi_k2": "<|tool_call_begin|> <think></think>",
+    "minimax-m3": "]<]minimax[>[<tool_call> <mm:think>",
+    "seed_oss": "<seed:tool_call> <seed:think>",
+    "hy_v3": "<tool_calls> <tool_call> <tool_sep> <think> </think>",
+    "hunyuan_a13b": "<tool_calls>[{name}]</tool_calls> <think>\n\n</think>\n",
+    "apertus": "<|inner_prefix|>",
+    "solar_open2": "<|think:start|>",
+    "kimi_k3": "'<|open|>' + tag + '<|sep|>'",
+    "k2_horizon": "<ifm|think>",
+    "granite": "Here is my thought process:",
 }
 
 
@@ -164,6 +236,9 @@ def test_auto_reads_the_format_off_the_template(name: str) -> None:
     for option in (None, AUTO):
         assert output_format(None, option, TEMPLATES[name], "").reasoning_format == REASONING_FORMATS[name]
     assert output_format(None, None, "{{ messages }}", "").reasoning_format is None
+    suffixed = output_format(None, None, "<arg_key:6124c78e> <think:6124c78e>", "").reasoning_format
+    assert suffixed is not None
+    assert (suffixed.begin, suffixed.end) == ("<think:6124c78e>", "</think:6124c78e>")
 
 
 def test_every_choice_of_the_option_is_a_format() -> None:

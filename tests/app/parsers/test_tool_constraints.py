@@ -21,7 +21,17 @@ from tests.kits.tool_grammars import MarkedTokenizer
 
 FORMATS = sorted(set(TOOL_PARSERS) - {"passthrough"})
 AT_START = {"json", "pythonic", "gpt-oss"}
-FRAMED = {"hermes", "llama3_json", "internlm", "mistral", "deepseekv3", "deepseekv31"}
+FRAMED = {
+    "hermes",
+    "llama3_json",
+    "internlm",
+    "mistral",
+    "deepseekv3",
+    "deepseekv31",
+    "longcat",
+    "granite-20b-fc",
+    "gigachat3",
+}
 
 
 def schema(**keywords: Any) -> dict[str, Any]:
@@ -137,18 +147,23 @@ def test_random_texts_of_forced_calls_are_calls_that_validate(name: str) -> None
 
 def spelled(name: str, *calls: tuple[str, Any]) -> str:
     """The calls as ``written``, without what its models need not write. Python's values are JSON in grammars."""
-    if name == "gemma4":
+    if name in ("gemma4", "functiongemma"):
+        begin, end = TOOL_PARSERS[name].OPEN[0], TOOL_PARSERS[name].MARKS[0]
         return "".join(
-            f"<|tool_call>call:{called}{{"
+            f"{begin}call:{called}{{"
             + ",".join(f"{key}:{msgspec.json.encode(value).decode()}" for key, value in arguments.items())
-            + "}<tool_call|>"
+            + f"}}{end}"
             for called, arguments in calls
         )
-    if name in ("pythonic", "llama4", "lfm2"):
+    if name == "minimax-m3":
+        calls = tuple((called, {key: as_text(value) for key, value in given.items()}) for called, given in calls)
+    if name in ("pythonic", "llama4", "lfm2", "olmo3"):
         listed = [
             f"{called}({', '.join(f'{key}={value}' for key, value in python(arguments))})"
             for called, arguments in calls
         ]
+        if name == "olmo3":
+            return "\n".join(("<function_calls>", *listed, "</function_calls>"))
         text = f"[{', '.join(listed)}]"
         begin, end = TOOL_PARSERS[name].SECTION
         return f"{begin.removesuffix('[')}{text}{end.removeprefix(']')}"
@@ -156,6 +171,10 @@ def spelled(name: str, *calls: tuple[str, Any]) -> str:
     if name == "gpt-oss":
         text = text.removeprefix("<|start|>assistant").replace("<|call|>", "")
     return text
+
+
+def as_text(value: Any) -> Any:
+    return msgspec.json.encode(value).decode() if isinstance(value, list | dict) else value
 
 
 def python(arguments: dict[str, Any]) -> list[tuple[str, str]]:
@@ -183,6 +202,8 @@ def test_calls_are_held_to_their_schemas_in_text_and_beside_a_form(name: str, sp
         def accepts(text: str, compiled: Any = compiled) -> bool:
             if name == "granite" and not special:  # then its other mark is the one that is a token
                 text = text.replace("<|tool_call|>", "<tool_call>")
+            if name == "gigachat3" and special:  # likewise
+                text = text.replace("function call<|role_sep|>", "<|function_call|>")
             return vocabulary.accepts(compiled, text)
 
         good = spelled(name, ("weather", RIGHT))

@@ -3,14 +3,10 @@ into steps."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.models import deepseek_v4
-from kernels.models.config_loader import read_config
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.planned_runner import Line
 
@@ -51,12 +47,6 @@ def test_two_ranks_accept_the_same_ngrams(reference, prompts):
     assert first[0]["tokens"] == second[0]["tokens"]
     assert model.continues(text, first[0]["tokens"][1][30:60])
     assert max(count for counts in first[0]["accepted"] for count in counts) > 3
-
-
-def test_drafts_that_read_streams_are_refused(reference):
-    model = SimpleNamespace(captures=(1,))
-    with pytest.raises(ConfigError, match="has 4 residual streams, and drafts"):
-        deepseek_v4.build(read_config(reference("deepseek-v4").path), model)
 
 
 def test_trees_of_draft_tokens_are_refused(reference, drive):

@@ -12,10 +12,12 @@ import torch
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, State
 from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices import block_sparse_attention
 from kernels.models.config_loader import parse_config
 from kernels.models.layers.ngram_embedding import NgramConfig, NgramEmbedding
-from kernels.models.registry import build, caches
+from kernels.models.registry import caches
+from kernels.speculation.load import captured_layers
 from tests.kits.driver import COMMON, QWEN4
 from tests.kits.parity import scored
 from tests.kits.planned_runner import PAGE, Line
@@ -96,7 +98,7 @@ def test_hashes_of_the_published_sizes_are_those_of_transformers():
 
 def test_drafts_that_read_a_single_stream_are_refused():
     with pytest.raises(ConfigError, match="2 residual streams, and drafts that read hidden states"):
-        build(parse_config(CONFIG), SimpleNamespace(captures=(1,), whole_layers=0))
+        captured_layers(SpeculativeSettings("EAGLE3", capture_layers=(1,)), parse_config(CONFIG))
 
 
 def test_ranks_that_do_not_divide_a_heads_embedding_are_refused():

@@ -15,6 +15,7 @@ from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.quantized import fp8_rows
 from tests.kits.quantized import rewrite as quantize
 from tests.kits.speculation import step_heads
+from tests.kits.speculation.drafting import drafted
 from tests.kits.speculation.family_heads import LAYOUTS, Heads
 from tests.kits.speculation.gated_heads import nested
 
@@ -25,24 +26,6 @@ SEVERAL = SpeculativeSettings("MTP", num_steps=2, topk=1, num_draft_tokens=3, mu
 def rewrite(path, **keys):
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-
-
-def drafted(driver, text, settings, steps=5):
-    """Drive ``text`` on. -> the drafts: roots and their tokens."""
-    drafter, result = driver.runner._loaded.speculator.drafter, []
-    draft = drafter.draft
-
-    def spy(rows):
-        found = draft(rows)
-        result.append((int(rows.roots[0]), found.tree.tokens[0, 1:].tolist()))
-        return found
-
-    drafter.draft = spy
-    driver.admit(1, text)
-    driver.step([(1, len(text))])
-    for _ in range(steps):
-        driver.step([(1, 1)], drafts={1: settings.num_steps})
-    return result
 
 
 @pytest.mark.parametrize(

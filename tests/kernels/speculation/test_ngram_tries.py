@@ -21,6 +21,14 @@ DEPTH = 5
 LARGE = 1 << 20
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """The native trie, compiled once on this machine, however long that takes beside other work."""
+    if any(map(shutil.which, library.COMPILERS)):
+        library.build(native_trie.SOURCE)
+    native_trie._library.cache_clear()  # an earlier test may have given up its wait
+
+
 def draft(trie: NgramTrie, sequence: TrieSequence, last: int, nodes: int, options: NgramSettings):
     tree = draft_tree(trie, sequence, last, nodes, options)
     assert len(tree.windows) == len(tree.tokens)

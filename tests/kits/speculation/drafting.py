@@ -220,3 +220,21 @@ class Drafting:
 
 def causal(count):
     return torch.ones(count, count).tril().bool()
+
+
+def drafted(driver, text, settings, steps=5):
+    """Drive ``text`` on. -> the drafts: roots and their tokens."""
+    drafter, result = driver.runner._loaded.speculator.drafter, []
+    draft = drafter.draft
+
+    def spy(rows):
+        found = draft(rows)
+        result.append((int(rows.roots[0]), found.tree.tokens[0, 1:].tolist()))
+        return found
+
+    drafter.draft = spy
+    driver.admit(1, text)
+    driver.step([(1, len(text))])
+    for _ in range(steps):
+        driver.step([(1, 1)], drafts={1: settings.num_steps})
+    return result

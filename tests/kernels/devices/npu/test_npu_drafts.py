@@ -17,6 +17,7 @@ from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
 from tests.kits.speculation.oracles import run_mixed
 from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS, SAMPLINGS, compare, eagle_chain
+from tests.kits.speculation.stream_heads import StreamHead
 
 OPTIONS = {"device": "npu", "page_size": 128, "max_step_tokens": 64, "max_total_tokens": 8 * 128, "max_slots": 5}
 
@@ -37,13 +38,17 @@ def test_heads(name, drive, tmp_path):
         ("mimo-v2-flash", False),
         ("mimo-v2-flash", True),
         ("longcat-flash", False),
+        ("deepseek-v4", False),
     ],
 )
 def test_heads_of_families(name, several, reference, drive, prompts, tmp_path):
-    """Step 3.5's and MiMo-V2's, whose layers have windows, by one head for all steps, and by one for each."""
+    """Step 3.5's and MiMo-V2's, whose layers have windows, by one head for all steps, and by one for each; and DeepSeek
+    V4's, which reads several residual streams."""
     model, (text,) = reference(name), prompts(40)
     if name == "step3p5":
         step_heads.Heads(model, tmp_path / "model")
+    elif name == "deepseek-v4":
+        StreamHead(model, tmp_path / "model")
     else:
         Heads(name, model, tmp_path / "model", 1 + several)
     settings = SpeculativeSettings("MTP", num_steps=2, topk=1, num_draft_tokens=3, multi_layer=several)

@@ -1,0 +1,28 @@
+"""Tool calls as dots.llm writes them: see :mod:`app.parsers.tools.invoke`, or an object of JSON for each call,
+
+<dots_function_call>
+{"name": "get_weather", "arguments": {"city": "Oslo"}}
+</dots_function_call>
+"""
+
+from __future__ import annotations
+
+from app.parsers.text_reader import Reading
+from app.parsers.tools.invoke import InvokeParser
+
+__all__ = ["DotsParser"]
+
+
+class DotsParser(InvokeParser):
+    OPEN = ("<dots_function_call>",)
+    CLOSE = "</dots_function_call>"
+    MARKS = (CLOSE,)
+    SECTION = ("<dots_function_call>\n", CLOSE)
+    BETWEEN = ""
+
+    def block(self, mark: str) -> Reading[None]:
+        yield from self.space()
+        if (yield from self.peek()) in "[{":
+            yield from self.json_calls()
+        else:
+            yield from super().block(mark)
