@@ -143,6 +143,29 @@ def test_rows_use_their_adapters_in_experts_of_one_tensor(name, reference, drive
 
 
 @pytest.mark.parametrize(
+    ("name", "own", "other"),
+    [
+        ("kimi-linear", "layers.0.self_attn.f_a_proj", "layers.0.self_attn.forget_gate.f_a_proj"),
+        ("kimi-linear", "layers.1.block_sparse_moe.shared_experts.up_proj", "layers.1.mlp.shared_experts.up_proj"),
+        ("lfm3", "layers.2.self_attn.gate_proj", "layers.2.self_attn.g_proj"),
+    ],
+)
+def test_layers_have_the_names_of_files_and_of_transformers(name, own, other, reference, drive, prompts, tmp_path):
+    path, (prompt,) = reference(name).path, prompts(20)
+    driver = drive(path, adapters=SMALL)
+    modules = {f"model.{own}": driver.runner._adapters._spec(f"model.{own}").matrix}
+    file = save_adapter(tmp_path / "one", modules, 1, scale=0.3)
+    driver.runner.load_adapter(1, str(file))
+    stored = load_file(file / "adapter_model.safetensors")
+    renamed = {module.replace(own, other): tensor for module, tensor in stored.items()}
+    save_file(renamed, file / "adapter_model.safetensors")
+    driver.runner.load_adapter(2, str(file))
+    first, second, plain = (_answer(driver, prompt, adapter)[0] for adapter in (1, 2, 0))
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first - plain).max() > 1e-3
+
+
+@pytest.mark.parametrize(
     ("name", "layer", "stacked"),
     [
         ("granite-moe", "model.layers.1.block_sparse_moe.experts", "model.layers.1.block_sparse_moe.experts"),
