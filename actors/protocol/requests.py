@@ -47,6 +47,7 @@ class Limits(msgspec.Struct, frozen=True):
     stop_string_chars: int = 256
     stop_patterns: int = 8
     stop_token_ids: int = 128
+    shown_special_tokens: int = 64
     bad_words: int = 128
     bad_words_tokens: int = 1024
     logprobs: int = 20

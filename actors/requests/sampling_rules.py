@@ -71,7 +71,8 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
         raise _invalid("prediction", "prediction must be a text.")
     _check_strings("stop", params.stop, limits.stop_strings, limits.stop_string_chars)
     _check_patterns(params.stop_regex, limits)
-    _check_strings("shown_special_tokens", params.shown_special_tokens, limits.stop_strings, limits.stop_string_chars)
+    shown = params.shown_special_tokens
+    _check_strings("shown_special_tokens", shown, limits.shown_special_tokens, limits.stop_string_chars)
     _check_strings("bad_words", params.bad_words, limits.bad_words, limits.stop_string_chars)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.stop_token_ids, vocab_size)
     if params.allowed_token_ids is not None:

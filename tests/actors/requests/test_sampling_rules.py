@@ -57,6 +57,7 @@ BAD = [
     {"allowed_token_ids": (1,) * 65537},
     {"bad_words": ("",)}, {"bad_words": ("a",) * 129}, {"bad_words": "word"}, {"bad_words": ("x" * 257,)},
     {"bad_words": ("\udfff",)}, {"shown_special_tokens": ("",)},
+    {"shown_special_tokens": ("a",) * 65},
     {"ignore_eos": 1}, {"skip_special_tokens": None}, {"include_stop_str_in_output": "yes"},
 ]  # fmt: skip
 

@@ -18,6 +18,8 @@ from app.application import create_app
 from app.parsers.tools.hermes import HermesParser
 from tests.kits.app_requests import BODY, events, post
 from tests.kits.fake_engine import FakeEngine
+from tests.kits.tool_formats import ADD, written
+from tests.kits.tool_formats import TOOLS as SCHEMAS
 
 NAMES = ("get_weather", "add")
 OSLO = '<tool_call>\n{"name": "get_weather", "arguments": {"city":  "Oslo"}}\n</tool_call>'
@@ -126,3 +128,33 @@ async def test_the_openai_client_assembles_the_calls_of_a_stream(application, en
     functions = [(call.type, call.function.arguments) for call in choice.message.tool_calls]
     assert functions == [("function", '{"city":  "Oslo"}'), ("function", '{"a": 1}')]
     assert [(call.type, call.function.arguments) for call in whole.choices[0].message.tool_calls] == functions
+
+
+@pytest.mark.parametrize("name", ["apertus", "hy_v3", "kimi_k3", "minimax-m3"])
+async def test_the_openai_client_sees_deltas_of_calls_in_every_format(name: str, serve) -> None:
+    arguments = Arguments(
+        model_path="/models/fake", served_model_name=("fake",), skip_server_warmup=True, tool_call_parser=name
+    )
+    engine = FakeEngine(arguments)
+    weather = ("get_weather", {"city": 'In Oslo "é"\n, Norway', "days": 2, "tags": ["a", {"b": 1.5}]})
+    engine.answer = pieces("I look.\n", written(name, weather, ADD), size=5)
+    tools: Any = [
+        {"type": "function", "function": {"name": tool, "parameters": schema}} for tool, schema in SCHEMAS.items()
+    ]
+    base_url = f"{await serve(create_app(arguments, engine))}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        stream: Any = await client.chat.completions.create(**{**BODY, "tools": tools, "stream": True})
+        choices = [chunk.choices[0] async for chunk in stream]
+    deltas = [call for choice in choices for call in choice.delta.tool_calls or []]
+    assert "".join(choice.delta.content or "" for choice in choices).strip() == "I look."
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+    assert [call.index for call in deltas] == sorted(call.index for call in deltas)
+    for index, (called, given) in enumerate((weather, ADD)):
+        first, *others = [call for call in deltas if call.index == index]
+        assert (first.function.name, first.type, bool(first.id)) == (called, "function", True)
+        assert not any(call.id or call.type or call.function.name for call in others)
+        parts = [call.function.arguments or "" for call in (first, *others)]
+        assert msgspec.json.decode("".join(parts)) == given
+        if index == 0:
+            assert sum(map(bool, parts)) > 3  # they come as they are made
+    assert len({call.id for call in deltas if call.id}) == 2

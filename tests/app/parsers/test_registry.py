@@ -3,8 +3,9 @@
 import pytest
 
 from actors.options.table import ARGUMENTS
+from actors.protocol.requests import LIMITS
 from app.parsers.reasoning.formats import REASONING_FORMATS
-from app.parsers.registry import AUTO, OFF, TOOL_PARSERS
+from app.parsers.registry import AUTO, OFF, TOOL_PARSERS, output_format
 
 
 @pytest.mark.parametrize(
@@ -14,3 +15,11 @@ from app.parsers.registry import AUTO, OFF, TOOL_PARSERS
 def test_choices_of_the_option_are_the_registered_formats(option: str, formats: set[str]) -> None:
     argument = next(each for each in ARGUMENTS if each.field == option)
     assert set(argument.choices) == {AUTO, OFF} | formats
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_a_request_may_name_the_special_tokens_of_every_format(name: str) -> None:
+    for thoughts in REASONING_FORMATS:
+        shown = output_format(name, thoughts, None, "").special_tokens(True)
+        assert len(shown) <= LIMITS.shown_special_tokens
+        assert all(0 < len(mark) <= LIMITS.stop_string_chars for mark in shown)
