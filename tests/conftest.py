@@ -12,6 +12,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,14 @@ from tests.kits.tiny_model import make_tiny_model
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     lanes = {"fast": {tests / name for name in FAST}, "isa": {tests / name for name in ISA}}
+
+    @cache
+    def lanes_of(path: Path) -> list[str]:
+        return [lane for lane, places in lanes.items() if not places.isdisjoint((path, *path.parents))]
+
     for item in items:
-        if item.get_closest_marker("long"):
-            continue
-        for lane, places in lanes.items():
-            if not places.isdisjoint((item.path, *item.path.parents)):
+        if not item.get_closest_marker("long"):
+            for lane in lanes_of(item.path):
                 item.add_marker(lane)
 
 

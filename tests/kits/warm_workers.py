@@ -27,9 +27,17 @@ from kernels.contract.runner import RUNNER_MODULE
 
 __all__ = ["warm"]
 
+_LOOP_MODULES = ("anyio._backends._asyncio", "uvloop")  # which each process imports when its loop starts
 _RENDERER = "actors.text.renderer:Renderer"
-_RENDERER_MODULES = ("actors.runtime.child", "actors.text.renderer")
-_WORKER_MODULES = ("actors.runtime.child", "actors.workers.worker", RUNNER_MODULE, "kernels.devices.cpu.device")
+_RENDERER_MODULES = ("actors.runtime.child", "actors.text.renderer", *_LOOP_MODULES)
+_WORKER_MODULES = (
+    "actors.runtime.child",
+    "actors.workers.worker",
+    RUNNER_MODULE,
+    "kernels.devices.cpu.device",
+    "numpy.ma",
+    *_LOOP_MODULES,
+)
 
 _LATE = frozenset({"GLOO_SOCKET_IFNAME"})
 """Variables that nothing reads while it is imported."""

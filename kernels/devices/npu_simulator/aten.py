@@ -54,6 +54,10 @@ BEFORE_A5 = frozenset({"aten::cumprod"})
 """Operators of A2 and A3 only."""
 
 
+SELDOM = FLOATS_8 | {torch.float64}
+"""Dtypes for which there are rules."""
+
+
 class UnsimulatedOperator(NotImplementedError):
     """The operator exists on the NPU but is not simulated."""
 
@@ -99,7 +103,8 @@ def take_over_aten(engine: Engine, library: torch.library.Library) -> int:
             if not any(has(name, key) for key in KERNELS_ELSEWHERE):
                 library.impl(name.removeprefix("aten::"), refuse(name), "PrivateUse1")
                 continue
-            operator = operator_class(name)(engine, overload)
+            kind = RandomOperator if RandomOperator.takes(overload) else operator_class(name)
+            operator = kind(engine, overload)
             library.impl(name.removeprefix("aten::"), operator, "PrivateUse1")
             if has(name, "AutogradPrivateUse1"):  # the wheel's kernel, which needs device kernels
                 library.impl(name.removeprefix("aten::"), operator, "AutogradPrivateUse1")
@@ -108,27 +113,16 @@ def take_over_aten(engine: Engine, library: torch.library.Library) -> int:
 
 
 class AtenOperator(Operator):
-    """A CPU kernel. ``random``: whether it draws random numbers, from the NPU's generator."""
+    """A CPU kernel."""
 
     def __init__(self, engine: Engine, overload: Any) -> None:
         super().__init__(engine, overload, overload, overload)
-        self.random = torch.Tag.nondeterministic_seeded in overload.tags and any(
-            argument.name == "generator" for argument in overload._schema.arguments
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.random and kwargs.get("generator") is None:
-            positional = [argument.name for argument in self.overload._schema.arguments]
-            has_generator = (
-                len(args) > positional.index("generator") and args[positional.index("generator")] is not None
-            )
-            if not has_generator:
-                kwargs["generator"] = default_host_generator(torch.npu.current_device())
-                args = args[: positional.index("generator")] if "generator" in positional[: len(args)] else args
-        return super().__call__(*args, **kwargs)
+        self.aten_name = str(overload._schema.name)
 
     def allow(self, call: Call) -> None:
-        name = self.overload._schema.name
+        name = self.aten_name
+        if call.dtypes.isdisjoint(SELDOM) and name not in BEFORE_A5:
+            return
         if call.dtypes & FLOATS_8 and not (name in BYTES and len(call.dtypes) == 1):
             rule = "8-bit floats cannot be computed with, concatenated or cast: do it on the host, or as bytes"
             raise ConstraintError(self.name, "dtype", rule)
@@ -138,3 +132,25 @@ class AtenOperator(Operator):
         if torch.float64 in call.dtypes and newest and name not in MOVES:
             rule = "float64 is not computed in on A5: cast to float32 first"
             raise ConstraintError(self.name, "dtype", rule)
+
+
+class RandomOperator(AtenOperator):
+    """One that draws random numbers, from the NPU's generator."""
+
+    @staticmethod
+    def takes(overload: Any) -> bool:
+        """Whether the overload draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in overload.tags and any(
+            argument.name == "generator" for argument in overload._schema.arguments
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("generator") is None:
+            positional = [argument.name for argument in self.overload._schema.arguments]
+            has_generator = (
+                len(args) > positional.index("generator") and args[positional.index("generator")] is not None
+            )
+            if not has_generator:
+                kwargs["generator"] = default_host_generator(torch.npu.current_device())
+                args = args[: positional.index("generator")] if "generator" in positional[: len(args)] else args
+        return super().__call__(*args, **kwargs)

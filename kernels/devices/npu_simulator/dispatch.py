@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.devices.npu_simulator.cann import Cann
 from kernels.devices.npu_simulator.constraints import ConstraintError
-from kernels.devices.npu_simulator.memory import Aliases, is_npu, new_like
+from kernels.devices.npu_simulator.memory import Aliases, is_npu
 from kernels.devices.npu_simulator.randomness import host_generator
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = ["FLOATS_8", "Call", "Engine", "Operator", "flat", "raw_stream"]
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
+PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format))
 FLOATS_8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu})
 """8-bit floating-point dtypes."""
 
@@ -69,6 +70,7 @@ class Call:
         self.aliases = aliases
         self.device: torch.device | None = None
         self.tensors: list[tuple[Tensor, Tensor]] = []  # (NPU tensor, its alias)
+        self.others: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()  # of the tensors
         self.args = self._host(args)
         self.kwargs = {name: self._host(value) for name, value in kwargs.items()}
@@ -76,17 +78,21 @@ class Call:
             self.kwargs["pin_memory"] = False
 
     def _host(self, value: Any) -> Any:
+        if type(value) in PLAIN:
+            return value
         if isinstance(value, Tensor):
-            if value.device.type != "npu":
+            device = value.device
+            if device.type != "npu":
+                self.others.append(value)
                 return value
             alias = self.aliases.of(value)
             self.tensors.append((value, alias))
             self.dtypes.add(value.dtype)
             if self.device is None:
-                self.device = value.device
+                self.device = device
             return alias
         if isinstance(value, (list, tuple)):
-            return type(value)(self._host(item) for item in value)
+            return type(value)([self._host(item) for item in value])
         if isinstance(value, torch.device):
             if value.type == "npu":
                 self.device = value
@@ -111,7 +117,7 @@ class Call:
         for tensor, alias in self.tensors:
             if result is alias:
                 return tensor
-        address = result.untyped_storage().data_ptr() if result.device.type == "cpu" else 0
+        address = result.untyped_storage().data_ptr() if result.is_cpu else 0
         if address:
             for tensor, alias in self.tensors:
                 if alias.untyped_storage().data_ptr() == address:
@@ -122,17 +128,14 @@ class Call:
     def device_result(self, result: Any) -> Any:
         """``result`` of the CPU operator as NPU tensors."""
         if isinstance(result, Tensor):
-            if result.device.type != "cpu":
+            if not result.is_cpu:
                 return result
             value = self.original(result)
             if value is not None:
                 return value
-            if any(result is argument for argument in flat((self.args, self.kwargs))):
+            if any(result is other for other in self.others):
                 return result  # a CPU tensor that was written to
-            made = new_like(result, self.target())
-            if result.numel():
-                self.aliases.of(made).copy_(result)
-            return made
+            return self.aliases.copy_of(result, self.target())
         if isinstance(result, (list, tuple)):
             return type(result)(self.device_result(item) for item in result)
         return result
@@ -187,7 +190,7 @@ class Operator:
 
     def allow(self, call: Call) -> None:
         """Raise for unsupported dtypes: there are no 8-bit floats before A5."""
-        if call.dtypes & FLOATS_8 and self.engine.cann.spec.generation != "A5":
+        if not call.dtypes.isdisjoint(FLOATS_8) and self.engine.cann.spec.generation != "A5":
             raise ConstraintError(self.name, "dtype", "only A5 computes with 8-bit floats")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

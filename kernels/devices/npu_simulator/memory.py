@@ -59,7 +59,7 @@ class Aliases:
 
     def __init__(self) -> None:
         self.nz = NzGuard()
-        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}  # by address: valid for any allocation there
+        self._whole: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by address: valid for any allocation there
 
     def of(self, tensor: Tensor) -> Tensor:
         """``tensor``'s memory, shape and strides as a CPU tensor."""
@@ -69,16 +69,28 @@ class Aliases:
         size = storage.nbytes()
         if not size or not tensor.numel():
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        return torch.empty(0, dtype=tensor.dtype).set_(
-            self._storage(storage.data_ptr(), size), tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        key = (storage.data_ptr(), size, tensor.dtype)
+        whole = self._whole.get(key)
+        if whole is None:
+            whole = self._see(*key)
+        return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _storage(self, address: int, size: int) -> torch.UntypedStorage:
-        key = (address, size)
-        result = self._storages.get(key)
-        if result is None:
-            if len(self._storages) >= MAX_CACHED:
-                self._storages.clear()
-            memory = (ctypes.c_byte * size).from_address(address)
-            result = self._storages[key] = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return result
+    def _see(self, address: int, size: int, dtype: torch.dtype) -> Tensor:
+        """All of a storage's elements. Its views may be written to in inference mode and out of it."""
+        if len(self._whole) >= MAX_CACHED:
+            self._whole.clear()
+        memory = (ctypes.c_byte * size).from_address(address)
+        with torch.inference_mode(False):
+            storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+            whole = torch.empty(0, dtype=dtype).set_(storage, 0, (size // dtype.itemsize,), (1,))
+        self._whole[address, size, dtype] = whole
+        return whole
+
+    def copy_of(self, result: Tensor, device: torch.device) -> Tensor:
+        """``result``, a CPU tensor, as a new tensor on ``device``."""
+        made = new_like(result, device)
+        if result.is_contiguous() and not result.is_complex():  # which may be a conjugate that is not computed yet
+            ctypes.memmove(made.data_ptr(), result.data_ptr(), result.nbytes)
+        else:
+            self.of(made).copy_(result)
+        return made

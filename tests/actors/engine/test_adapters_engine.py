@@ -22,7 +22,7 @@ from tests.kits.adapters import adapted_modules, merged, save_adapter
 from tests.kits.engines import rest, small_engine
 from tests.kits.waiting import until
 
-PROMPT = "The lazy dog"
+PROMPT = "The lazy dog " * 12  # of several pages of the prefix cache
 NAMES = (None, "first", "other")
 
 

@@ -278,6 +278,13 @@ async def test_one_choice_with_many_tokens_is_refused_for_the_context(engine: En
     assert caught.value.param == "max_tokens"
 
 
+async def test_a_text_too_long_for_any_encoding_names_the_context(engine: Engine) -> None:
+    words = "this model's maximum context length is [0-9]+ tokens"  # by which LiteLLM and others recognize the error
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        await collect(engine.generate("x" * 1_000_000, GREEDY))
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
 async def test_a_grammar_backend_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.engine.engine.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match=r"pip install 'troupe-llm\[xgrammar\]'"):
@@ -482,7 +489,7 @@ async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path, tmp
     await serve()  # lazy imports and caches of the libraries are not ours to count
     before = Footprint.now()
     await serve()
-    await until(lambda: not Footprint.now().more_than(before), lambda: f"left: {Footprint.now().more_than(before)}", 60)
+    await until(lambda: not Footprint.now().more_than(before), lambda: f"left: {Footprint.now().more_than(before)}")
 
 
 async def test_a_model_that_cannot_be_loaded_gives_the_reason(tmp_path: Path) -> None:

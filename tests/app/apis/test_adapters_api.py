@@ -52,6 +52,13 @@ async def test_every_api_chooses_an_adapter_by_its_model(application, engine, ad
     assert "'fake:parrot' does not exist here; this server has 'fake', 'pirate'" in str(answer)
 
 
+async def test_vectors_are_made_with_the_adapter_of_their_model(application, engine, adapters):
+    application.service.arguments = msgspec.structs.replace(application.service.arguments, is_embedding=True)
+    for model, name in (("fake:pirate", "pirate"), ("fake", None)):
+        assert (await post(application, "/v1/embeddings", model=model, input="a"))[0] == 200
+        assert engine.requests[-1]["adapter"] == name
+
+
 async def test_an_adapter_of_the_hub_is_loaded_by_its_name(engine, adapters, monkeypatch):
     asked = []
 

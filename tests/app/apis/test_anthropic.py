@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import msgspec
 import pytest
 
@@ -260,6 +259,8 @@ async def test_a_stream_that_fails_ends_with_an_error(application, engine) -> No
 async def test_a_stream_that_waits_sends_pings(make_application, serve) -> None:
     import asyncio
 
+    import anthropic
+
     application = make_application(sse_keep_alive_interval=0.02)
     application.engine.gate = asyncio.Event()
     client = anthropic.AsyncAnthropic(base_url=await serve(application), api_key="none", max_retries=0)
@@ -286,6 +287,8 @@ async def test_models_have_anthropics_form_for_its_clients(make_application) -> 
 
 
 async def test_the_anthropic_client_reads_answers_streams_and_errors(application, engine, serve) -> None:
+    import anthropic
+
     engine.chat_template = THINKS
     engine.answer = pieces(f"<think>Hm.</think>Look: {CALL}")
     url = await serve(application)
