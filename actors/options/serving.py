@@ -53,8 +53,8 @@ _TOOL_NAMES = {
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
 _OTHER_TOOL_NAMES = {
-    "muse": "calls in messages to a recipient, as Muse Glimmer writes them, are not read; use passthrough, which leaves "
-    "them in the text",
+    "muse": "calls in messages to a recipient, as Muse Glimmer writes them, are not read; use passthrough, which "
+    "leaves them in the text",
 }
 
 _THOUGHT_NAMES = {
