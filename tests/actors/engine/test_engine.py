@@ -489,7 +489,7 @@ async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path, tmp
     await serve()  # lazy imports and caches of the libraries are not ours to count
     before = Footprint.now()
     await serve()
-    await until(lambda: not Footprint.now().more_than(before), lambda: f"left: {Footprint.now().more_than(before)}", 60)
+    await until(lambda: not Footprint.now().more_than(before), lambda: f"left: {Footprint.now().more_than(before)}")
 
 
 async def test_a_model_that_cannot_be_loaded_gives_the_reason(tmp_path: Path) -> None:
