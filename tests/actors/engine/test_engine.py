@@ -35,7 +35,7 @@ from actors.protocol.requests import (
     RequestTimeout,
     SamplingParams,
 )
-from actors.requests import intake
+from actors.requests import request_rules
 from actors.requests.streams import RequestStream
 from tests.kits import engines
 from tests.kits.engines import rest
@@ -187,7 +187,7 @@ async def test_a_prompt_of_several_choices_is_scored_once_for_all(engine: Engine
 async def test_tokens_times_choices_times_alternatives_are_bounded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, param: str | None
 ) -> None:
-    monkeypatch.setattr(intake, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
+    monkeypatch.setattr(request_rules, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
     if param is None:
         await collect(engine.generate([5] * 10, params))
     else:
@@ -198,7 +198,7 @@ async def test_tokens_times_choices_times_alternatives_are_bounded(
 
 
 async def test_logprobs_without_max_tokens_end_at_their_bound(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
+    monkeypatch.setattr(request_rules, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
     result = (await collect(engine.generate([5] * 10, SamplingParams(ignore_eos=True, logprobs=4))))[0]
     assert result.usage.completion_tokens == 8
     assert result.finish_reason == "length"
