@@ -43,8 +43,9 @@ from actors.options import ArgumentError, Arguments
 from actors.protocol import Continue, Flush, Pause, SchedulerProtocol, WorkerProtocol
 from actors.protocol.requests import Chat, EngineDraining, EngineFailed, InvalidRequest, SamplingParams
 from actors.requests.adapters import Adapters
-from actors.requests.intake import GENERATE, Intake, Prompt, RequestOptions
+from actors.requests.intake import GENERATE, Intake
 from actors.requests.outcomes import finish, first
+from actors.requests.request_rules import Prompt, RequestOptions
 from actors.requests.router import Router
 from actors.requests.streams import RequestStream
 from actors.runtime import ActorRef, ActorStatus, ActorSystem, MailboxFull, current_traceparent

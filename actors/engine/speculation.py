@@ -75,6 +75,7 @@ def speculation(arguments: Arguments, files: ModelFiles) -> SpeculativeSettings 
         quantization=a.speculative_draft_model_quantization or "",
         attention_mode=a.speculative_attention_mode,
         draft_attention_backend=a.speculative_draft_attention_backend or "",
+        disable_graphs=a.speculative_enforce_eager,
         exchange=None
         if a.speculative_moe_a2a_backend == "none" or a.exchange_mode is None
         else ExchangeSettings(mode=a.exchange_mode, overlap=a.enable_single_batch_overlap),

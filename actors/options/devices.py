@@ -139,6 +139,20 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
         ),
     ] = msgspec.field(default_factory=dict)
 
+    additional_config: Annotated[
+        dict[str, Any],
+        ArgumentSpec(
+            group="Devices and kernels",
+            metavar="JSON",
+            help="vLLM-Ascend's JSON object. Members that are arguments: eplb_config.dynamic_eplb (--enable-eplb), "
+            "eplb_config.num_redundant_experts (--ep-num-redundant-experts), "
+            "eplb_config.expert_heat_collection_interval (--eplb-rebalance-num-iterations), enable_dsa_cp "
+            "(--enable-nsa-prefill-context-parallel), multistream_overlap_shared_expert "
+            "(--enable-single-batch-overlap). Others are accepted with the value that is so anyway, such as "
+            "weight_nz_mode 2, and refused with another.",
+        ),
+    ] = msgspec.field(default_factory=dict)
+
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None,
         ArgumentSpec(

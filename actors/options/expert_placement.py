@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from actors.options.declaration import ArgumentSpec
 from actors.options.expert_distribution import ExpertDistributionArguments
@@ -59,6 +61,16 @@ class ExpertPlacementArguments(ExpertDistributionArguments, frozen=True, kw_only
             "restarted worker begins with the placement of --init-expert-location.",
         ),
     ] = False
+
+    eplb_config: Annotated[
+        dict[str, Any],
+        ArgumentSpec(
+            group="Devices and kernels",
+            metavar="JSON",
+            help="Arguments of --enable-eplb as vLLM's JSON object: num_redundant_experts "
+            "(--ep-num-redundant-experts) and step_interval (--eplb-rebalance-num-iterations).",
+        ),
+    ] = msgspec.field(default_factory=dict)
 
     eplb_algorithm: Annotated[
         Literal["auto", "deepseek"],

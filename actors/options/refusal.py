@@ -24,9 +24,14 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     is_flag: bool = False
     takes_many: bool = False  # the command line passes all words up to the next name
     accepts: tuple[object, ...] = ()
+    means: dict[str, str] = {}  # value -> flag that it sets
     group: str
     reason: str  # a clause: "LoRA adapters are not built yet"
     remedy: str  # an imperative: "leave it out"
+
+    def meaning(self, value: object) -> str | None:
+        """The name of the flag that the value sets."""
+        return self.means.get(value) if isinstance(value, str) else None
 
     def check(self, value: object) -> None:
         """Raise ArgumentError unless the value changes nothing or is None, which means that it was left out."""
@@ -54,7 +59,7 @@ class RefusedNames(msgspec.Struct, frozen=True, kw_only=True):
     ``flags``: flags that may be false. ``always``: flags that may be true. ``either``: flags that may be either, since
     they change nothing. ``unset``: options that take no value at all. ``values``: options and the one value that they
     take, which means "off". ``lists``: options of several words, which take none. ``only``: options and the values that
-    they take.
+    they take. ``means``: options and the flags that some of their values set.
     """
 
     group: str
@@ -67,6 +72,7 @@ class RefusedNames(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, object] = {}
     lists: tuple[str, ...] = ()
     only: dict[str, tuple[object, ...]] = {}
+    means: dict[str, dict[str, str]] = {}
 
     def refusals(self) -> Iterator[Refusal]:
         """A refusal for each name."""
@@ -94,6 +100,7 @@ class RefusedNames(msgspec.Struct, frozen=True, kw_only=True):
             is_flag=is_flag,
             takes_many=takes_many,
             accepts=accepts,
+            means=self.means.get(name, {}),
             group=self.group,
             reason=self.reason,
             remedy=self.remedy,

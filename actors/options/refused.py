@@ -466,6 +466,12 @@ _TABLE: tuple[RefusedNames, ...] = (
         lists=("debug-tensor-dump-layers", "forward-hooks"),
     ),
     RefusedNames(
+        group="Debugging",
+        reason="profiling by requests is not built",
+        remedy="leave it out, and run the server in the device's profiler, such as msprof for NPUs",
+        unset=("profiler-config", "profiler-config.*"),
+    ),
+    RefusedNames(
         group="HTTP server",
         reason="this server does not speak TLS",
         remedy="terminate TLS in a proxy, and set --root-path if it serves below a path",
@@ -596,6 +602,7 @@ _TABLE: tuple[RefusedNames, ...] = (
         reason="the task is read from the model's own files",
         remedy="leave it out, or give --is-embedding for vectors of a model that could generate text",
         only={"runner": ("auto", "generate"), "task": ("auto", "generate")},
+        means={"runner": {"pooling": "is-embedding"}, "task": dict.fromkeys(("embed", "embedding"), "is-embedding")},
     ),
     RefusedNames(
         group="Model and tokenizer",
@@ -634,6 +641,12 @@ _TABLE: tuple[RefusedNames, ...] = (
         remedy="leave it out; weights are memory-mapped and copied tensor by tensor",
         unset=("max-parallel-loading-workers", "qlora-adapter-name-or-path", "weight-transfer-config"),
         values={"safetensors-load-strategy": "lazy", "pt-load-map-location": "cpu"},
+    ),
+    RefusedNames(
+        group="Weight loading",
+        reason="each device always loads its own experts alone",
+        remedy="leave it out",
+        always=("enable-ep-weight-filter",),
     ),
     RefusedNames(
         group="Weight loading",
@@ -729,12 +742,6 @@ _TABLE: tuple[RefusedNames, ...] = (
         unset=("optimization-level o", "performance-mode"),
     ),
     RefusedNames(
-        group="Kernels",
-        reason="its keys choose kernels, layouts and streams of vLLM-Ascend, which the device chooses here",
-        remedy="leave it out; --enable-eplb balances experts",
-        unset=("additional-config",),
-    ),
-    RefusedNames(
         group="Graphs",
         reason="graphs depend on the number of sequences, not on their lengths",
         remedy="leave it out; see --cuda-graph-max-bs",
@@ -772,11 +779,11 @@ _TABLE: tuple[RefusedNames, ...] = (
         remedy="leave it out; give --data-parallel-size, or start several servers behind a load balancer",
         flags=("data-parallel-hybrid-lb", "data-parallel-external-lb"),
         unset=(
-            "data-parallel-rank",
-            "data-parallel-start-rank",
-            "data-parallel-size-local",
-            "data-parallel-address",
-            "data-parallel-rpc-port",
+            "data-parallel-rank dpn",
+            "data-parallel-start-rank dpr",
+            "data-parallel-size-local dpl",
+            "data-parallel-address dpa",
+            "data-parallel-rpc-port dpp",
             "data-parallel-*",
         ),
         values={"api-server-count": 1, "data-parallel-backend": "mp"},
@@ -798,7 +805,6 @@ _TABLE: tuple[RefusedNames, ...] = (
         group="Parallelism",
         reason="experts are placed in order, or by --init-expert-location",
         remedy="use --ep-num-redundant-experts, or leave it out",
-        unset=("eplb-config",),
         values={"expert-placement-strategy": "linear"},
     ),
     RefusedNames(

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from actors.options.additional_config import split_additional_config, split_eplb_config
 from actors.options.argument import Argument, parse_flag
 from actors.options.compilation_config import split_compilation_config
 from actors.options.errors import ArgumentError
@@ -17,6 +18,7 @@ from actors.options.refusal import Refusal
 from actors.options.refused import REFUSALS
 from actors.options.speculative_config import split_config
 from actors.options.table import ARGUMENTS
+from actors.options.vllm_nodes import NODE_NAMES, OTHER_BALANCERS, node_arguments
 
 __all__ = ["RawArgument", "ResolvedName", "canonical", "find", "resolve"]
 
@@ -57,7 +59,13 @@ def _index() -> dict[str, ResolvedName]:
 
 
 _INDEX = _index()
-_OBJECTS = {"speculative_config": split_config, "compilation_config": split_compilation_config}
+_OBJECTS = {
+    "speculative_config": split_config,
+    "compilation_config": split_compilation_config,
+    "additional_config": split_additional_config,
+    "eplb_config": split_eplb_config,
+}
+_ARGUMENTS = {argument.name: argument for argument in ARGUMENTS}
 _FAMILIES = {name[:-1]: found for name, found in _INDEX.items() if name.endswith("*")}
 _IMPLEMENTED = [name for name, found in _INDEX.items() if isinstance(found.entry, Argument)]
 _REFUSED = [name for name, found in _INDEX.items() if isinstance(found.entry, Refusal)]
@@ -109,14 +117,19 @@ def resolve(layers: Iterable[Sequence[RawArgument]]) -> dict[str, Any]:
     problems: list[str] = []
     for layer in layers:
         seen: dict[str, RawArgument] = {}
-        for given in _split(layer, problems):
+        for given in _split(_with_nodes(layer, problems), problems):
             try:
                 result = find(given.name)
                 argument = result.entry
                 if isinstance(argument, Refusal):
-                    argument.check(_reversed(given.value) if result.reverse else given.value)
-                    continue
-                value = argument.parse(given.value)
+                    meaning = argument.meaning(given.value)
+                    if meaning is None:
+                        argument.check(_reversed(given.value) if result.reverse else given.value)
+                        continue
+                    argument = _ARGUMENTS[meaning]
+                    value: object = True
+                else:
+                    value = argument.parse(given.value)
                 if result.reverse:
                     value = not value
             except ArgumentError as error:
@@ -134,8 +147,36 @@ def resolve(layers: Iterable[Sequence[RawArgument]]) -> dict[str, Any]:
     return values
 
 
+def _with_nodes(layer: Sequence[RawArgument], problems: list[str]) -> Sequence[RawArgument]:
+    """The layer with vLLM's arguments of several nodes replaced: see ``node_arguments``."""
+    values: dict[str, object] = {}
+    spellings: dict[str, str] = {}
+    others: list[RawArgument] = []
+    balanced = False  # by another server
+    for given in layer:
+        found = _INDEX.get(canonical(given.name))
+        name = found.entry.name if found else ""
+        balanced = balanced or name in OTHER_BALANCERS
+        if found and name in (*NODE_NAMES, "data-parallel-size", "node-rank"):
+            values[name] = _reversed(given.value) if found.reverse else given.value
+            spellings[name] = given.spelling
+        if name not in NODE_NAMES:
+            others.append(given)
+    if len(others) == len(layer) or balanced:
+        return others
+    try:
+        added = node_arguments(values)
+    except ArgumentError as error:
+        problems.extend(error.problems)
+        return others
+    return others + [
+        RawArgument(name=name, value=value, spelling=spellings.get(stated, stated))
+        for stated, (name, value) in added.items()
+    ]
+
+
 def _split(layer: Sequence[RawArgument], problems: list[str]) -> list[RawArgument]:
-    """The layer with the members of ``--speculative-config`` and ``--compilation-config`` as separate values.
+    """The layer with the members of ``--speculative-config`` and other objects as separate values.
 
     Members may also be given one by one, as ``--speculative-config.method mtp``.
     """

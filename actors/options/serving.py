@@ -14,7 +14,7 @@ ToolFormat = Literal[
     "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m1", "minimax-m2",
     "step3", "granite", "internlm", "phi4", "cohere", "gemma4", "lfm2", "functiongemma", "minimax-m3", "hy_v3",
     "hunyuan_a13b", "seed_oss", "longcat", "olmo3", "granite-20b-fc", "gigachat3", "gigachat35", "apertus", "minicpm5",
-    "kimi_k3", "solar_open2", "dots", "k2_horizon", "json", "passthrough",
+    "kimi_k3", "solar_open2", "dots", "k2_horizon", "inkling", "json", "passthrough",
 ]  # fmt: skip
 """Values of ``--tool-call-parser``; the registry of parsers has a class for each format."""
 
@@ -22,7 +22,7 @@ ThoughtFormat = Literal[
     "auto", "off", "base", "deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45", "kimi", "kimi_k2",
     "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere", "minimax-m3",
     "minimax-append-think", "hy_v3", "hunyuan_a13b", "ernie45", "seed_oss", "granite", "apertus", "solar_open2",
-    "k2_horizon", "kimi_k3",
+    "k2_horizon", "kimi_k3", "inkling",
 ]  # fmt: skip
 """Values of ``--reasoning-parser``; the registry of parsers has the marks of each format."""
 
@@ -52,10 +52,10 @@ _TOOL_NAMES = {
 }
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
 
-_OTHER_TOOL_NAMES = dict.fromkeys(
-    ("inkling", "muse"),
-    "this format of tool calls is not supported; use passthrough, which leaves it in the text",
-)
+_OTHER_TOOL_NAMES = {
+    "muse": "calls in messages to a recipient, as Muse Glimmer writes them, are not read; use passthrough, which "
+    "leaves them in the text",
+}
 
 _THOUGHT_NAMES = {
     "deepseek_r1": "deepseek-r1",
@@ -78,11 +78,6 @@ _THOUGHT_NAMES = {
     **dict.fromkeys(("none", "passthrough", "identity"), "off"),
 }
 """Names of SGLang, TokenSpeed and vLLM -> ours."""
-
-_OTHER_THOUGHT_NAMES = dict.fromkeys(
-    ("inkling",),
-    "this format of reasoning is not supported; use off, which leaves it in the text",
-)
 
 
 class ServingArguments(ModelArguments, frozen=True, kw_only=True):
@@ -508,7 +503,6 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             server_only=True,
             default_text="auto",
             synonyms=_THOUGHT_NAMES,
-            unbuilt_choices=_OTHER_THOUGHT_NAMES,
             metavar="FORM",
             help="The model's format of reasoning (thoughts), which is returned as reasoning_content. auto: by the "
             "chat template, then the family. off: it stays in the text. Names of SGLang, TokenSpeed, vLLM are aliases.",

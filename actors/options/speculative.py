@@ -227,6 +227,15 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         ),
     ] = None
 
+    speculative_enforce_eager: Annotated[
+        bool,
+        ArgumentSpec(
+            group=_GROUP,
+            help="Run the passes of the draft eagerly, on devices that could replay captured graphs; those of the "
+            "model are captured. --enforce-eager captures neither.",
+        ),
+    ] = False
+
     speculative_moe_a2a_backend: Annotated[
         Literal["none", "deepep"],
         ArgumentSpec(

@@ -21,7 +21,6 @@ _KEYS = {
     "prompt_lookup_max": "speculative-ngram-max-match-window-size",
 }
 _REFUSED = {
-    "enforce_eager": "a draft is captured as the model is; leave it out, or give --enforce-eager for both",
     "draft_tensor_parallel_size": "a draft runs on the devices of the model; leave it out",
     "max_model_len": "a draft reads as much as the model; leave it out, or give --max-model-len for both",
     "disable_padded_drafter_batch": "the engine chooses how drafts are batched; leave it out",
@@ -39,7 +38,7 @@ def split_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]
     Raises ArgumentError for an unknown key.
     """
     for key, value in config.items():
-        if value is None or (key == "enforce_eager" and value is False):
+        if value is None:
             continue
         if key == "num_speculative_tokens":
             yield key, *_draft_tokens(config, value)

@@ -23,6 +23,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "speculative_draft_load_format": (*_DRAFTING, "DFLASH"),
     "speculative_draft_attention_backend": (*_DRAFTING, "DFLASH"),
     "speculative_draft_model_quantization": (*_DRAFTING, "DFLASH"),
+    "speculative_enforce_eager": (*_DRAFTING, "DFLASH"),
     "speculative_num_steps": _DRAFTING,
     "speculative_eagle_topk": _DRAFTING,
     "speculative_token_map": ("EAGLE", "MTP", "STANDALONE"),

@@ -102,11 +102,12 @@ class Encoding:
     def check_characters(self, count: int) -> None:
         """Raise InvalidRequest for a text that is too long to fit in any encoding."""
         model = self._model
-        max_tokens = model.require_codec().max_chars(model.context_length)
-        if count > max_tokens and not self._arguments.allow_auto_truncate:
+        most = model.require_codec().max_chars(model.context_length)
+        if count > most and not self._arguments.allow_auto_truncate:
+            # LiteLLM and others recognize the error by "this model's maximum context length is".
             raise InvalidRequest(
-                f"The prompt has {count} characters; no more than {max_tokens} can fit this model's context of "
-                f"{model.context_length} tokens. Shorten it.",
+                f"The prompt has {count} characters; this model's maximum context length is {model.context_length} "
+                f"tokens, which are at most {most} characters. Shorten the prompt.",
                 param="prompt",
                 code="context_length_exceeded",
             )

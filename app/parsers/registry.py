@@ -22,6 +22,7 @@ from app.parsers.tools.glm45 import Glm45Parser
 from app.parsers.tools.granite import Granite20bParser, GraniteParser
 from app.parsers.tools.hermes import HermesParser
 from app.parsers.tools.hy_v3 import HyV3Parser
+from app.parsers.tools.inkling import InklingParser
 from app.parsers.tools.internlm import InternLMParser
 from app.parsers.tools.json_calls import JsonParser
 from app.parsers.tools.k2_horizon import K2HorizonParser
@@ -86,6 +87,7 @@ TOOL_PARSERS: Mapping[ToolFormat, type[StreamingParser]] = {
     "solar_open2": SolarOpen2Parser,
     "dots": DotsParser,
     "k2_horizon": K2HorizonParser,
+    "inkling": InklingParser,
     "json": JsonParser,
     "passthrough": PassthroughParser,
 }
@@ -100,6 +102,7 @@ _TOOL_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<|open|>", "kimi_k3"),
     ("<ifm|tool_call>", "k2_horizon"),
     ("<longcat_tool_call>", "longcat"),
+    ("<|content_invoke_tool_json|>", "inkling"),
     ("<dots_function_call>", "dots"),
     ("<seed:tool_call>", "seed_oss"),
     ("<start_function_call>", "functiongemma"),
@@ -139,6 +142,7 @@ _THOUGHT_SIGNS: tuple[tuple[str, ThoughtFormat], ...] = (
     ("<|START_THINKING|>", "cohere"),
     ("<|channel>", "gemma"),
     ("<mm:think>", "minimax-m3"),
+    ("<|content_thinking|>", "inkling"),
     ("<seed:think>", "seed_oss"),
     ("<think:", "hy_v3"),
     ("<|open|>", "kimi_k3"),

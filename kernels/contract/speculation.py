@@ -57,6 +57,7 @@ class SpeculativeSettings(msgspec.Struct, frozen=True):
     quantization: str = ""  # of the draft, as RunnerConfig.quantization; empty: as it says, or as the target's
     attention_mode: Literal["prefill", "decode"] = "prefill"  # which operator verifies
     draft_attention_backend: str = ""  # empty: the target's
+    disable_graphs: bool = False  # run the draft without captured graphs
     exchange: ExchangeSettings | None = None  # of the draft's experts, which all ranks of dp_size parts then divide
     fixed_acceptance: float = 0.0  # benchmarks only: so many tokens are accepted a step, right or wrong; 0: off
 

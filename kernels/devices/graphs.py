@@ -6,7 +6,9 @@ they are. Rows and tokens that a step lacks are padding: they run token 0 and wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 
-__all__ = ["GraphBuffers", "Put", "cause_of", "first_error", "graph_sizes", "padded_places"]
+__all__ = ["GraphBuffers", "Put", "cause_of", "first_error", "graph_sizes", "padded_places", "without_collections"]
 
 Put = Callable[[npt.NDArray[Any]], Tensor]
 """Copies an array to the device."""
@@ -111,3 +113,16 @@ def cause_of(error: BaseException) -> str:
     first = first_error(error)
     text = str(first).strip()
     return text.splitlines()[0] if text else type(first).__name__
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Within, the interpreter collects no cycles. One may hold a graph, of a model that is gone: destroying it during a
+    capture makes the capture fail ("operation not permitted when stream is capturing")."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -28,7 +28,8 @@ from kernels.execution.executors import Executor
 from kernels.execution.executors.eager_pass import EagerPass
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.executors.shared_pass import SharedPass
-from kernels.execution.load import LoadedModel, Phases, load_model, open_model
+from kernels.execution.load import LoadedModel, Phases, load_model
+from kernels.execution.opening import open_model
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.models.adapters import ResidentAdapters
 from kernels.models.config_loader import read_json
@@ -96,7 +97,7 @@ class ModelRunner:
         opened = dataclasses.replace(opened, adapters=self._adapters)
         self._group = join_group(device, config)
         device.agree(self._group.minimum)
-        self._loaded: LoadedModel = load_model(opened, config, device, self._group, self._progress, clock)
+        self._loaded: LoadedModel = load_model(opened, self._group, self._progress, clock)
         loaded = self._loaded
         self._context = StepContext(loaded, self._renew)
         self._executors, graph_rows = make_executors(self._context)

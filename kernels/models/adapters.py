@@ -192,13 +192,16 @@ class ResidentAdapters:
                 for gate in gates:
                     self._apart_specs[gate] = TensorSpec(f"{gate}.weight", (inner, hidden), Role.PROJECTION, rows)
                 self._apart_specs[down] = TensorSpec(f"{down}.weight", (hidden, inner), Role.DOWN, columns)
+        first = modules[0][0]
+        aliases = [alias for alias, module in self._aliases.items() if module == first]
+        stacked = {experts.stacked, *(name.rsplit(".", 2)[0] for name in (first, *aliases))}
         if experts.alternate:
-            self._alternate.add(experts.stacked)
+            self._alternate |= stacked
         own = [modules[expert] for expert in experts.here]
         firsts = self._make(tuple(module[:-1] for module in own), context)
         lasts = self._make(tuple(module[-1:] for module in own), context)
         self._takers.update(module for expert in modules for module in expert)
-        self._experts[experts.stacked] = tuple(modules)
+        self._experts.update(dict.fromkeys(stacked, tuple(modules)))
         return list(zip(firsts, lasts, strict=True))
 
     def make_router(self, module: str, context: LayerContext) -> Delta | None:

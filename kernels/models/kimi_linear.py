@@ -96,8 +96,11 @@ def _delta(raw: ConfigReader) -> tuple[DeltaConfig, frozenset[int]]:
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
-    """Every tensor of a checkpoint."""
-    return sparse.mixed_tensors(config, _mixer_tensors, _NAMES)
+    """Every tensor of a checkpoint; transformers, and adapters made with it, have other names for some modules."""
+    for spec in sparse.mixed_tensors(config, _mixer_tensors, _NAMES):
+        other = spec.name.replace(".self_attn.f_", ".self_attn.forget_gate.f_")
+        other = other.replace(".block_sparse_moe.shared_experts.", ".mlp.shared_experts.")
+        yield spec if other == spec.name else dataclasses.replace(spec, aliases=(*spec.aliases, other))
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

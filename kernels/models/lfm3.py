@@ -103,7 +103,8 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         else:
             yield from gqa.tensors(config, f"{layer}.self_attn", "")
             if config.gated:
-                yield from linear(f"{layer}.self_attn.gate_proj", (heads, hidden), by_outputs((heads, heads)))
+                (gate,) = linear(f"{layer}.self_attn.gate_proj", (heads, hidden), by_outputs((heads, heads)))
+                yield dataclasses.replace(gate, aliases=(f"{layer}.self_attn.g_proj.weight",))  # of transformers
         yield from lfm2.feed_forward_tensors(config, f"{layer}.feed_forward", "")
     yield norm("model.embedding_norm", hidden)
 

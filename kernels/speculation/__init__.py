@@ -20,6 +20,7 @@ Modules:
     native_drafts.py      drafting on the CPU: one native call a pass
     native_loop.py        whole steps of drafting and verification on the CPU
     load.py             a draft's files, device and algorithm; token_map.py: heads with a reduced vocabulary
+    division.py         how ranks divide a draft; stage_drafter.py: drafts in a pipeline
     warmup.py           warm-up steps at load
 
 What a draft has observed

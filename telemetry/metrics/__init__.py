@@ -6,5 +6,6 @@ requests.py            latencies and tokens of requests    streams.py: streams t
 steps.py               work of the device    speculation.py: draft tokens
 actor_messages.py      messages, errors and restarts of actors    loop_lag.py: lag of the event loop
 process.py             memory and processor time
+options.py             which metrics, with which buckets
 histogram.py           Histogram, with cheap writes    label_limiter.py: bounds values that clients choose
 """

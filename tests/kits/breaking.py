@@ -304,6 +304,6 @@ async def breakable(model: Path | str, monkeypatch: pytest.MonkeyPatch, **keywor
             yield Rig(engine, plan, wire)
     # Finished threads may still be exiting, and callbacks of closed resources may be pending.
     with suppress(AssertionError):
-        await until(lambda: not Belongings.now().beyond(before), seconds=60)
+        await until(lambda: not Belongings.now().beyond(before))
     left = Belongings.now().beyond(before)
     assert not left, f"the engine left behind: {left}"

@@ -80,6 +80,7 @@ FAST = (
     "telemetry/test_metrics.py",
     "telemetry/test_request_log.py",
     "test_layout.py",
+    "test_package_pages.py",
 )
 """Files and folders of the fast lane (``pytest -m fast``): pure logic, without an engine, a server or a model. It takes
 less than 2 minutes on 2 cores. Tests marked ``long`` are not in it."""

@@ -240,6 +240,11 @@ def written(name: str, *calls: Call) -> str:
         case "k2_horizon":
             blocks = "".join(f"<ifm|tool_call>{call[0]}\n{_pairs(call, 'ifm|')}</ifm|tool_call>\n" for call in calls)
             return f"<ifm|tool_calls>\n{blocks}</ifm|tool_calls>"
+        case "inkling":
+            return "".join(
+                f"<|message_model|>{call[0]}<|content_invoke_tool_json|>{_named(call, arguments='args')}<|end_message|>"
+                for call in calls
+            )
         case "gpt-oss":
             return "".join(
                 f"<|start|>assistant<|channel|>commentary to=functions.{call[0]} <|constrain|>json<|message|>"

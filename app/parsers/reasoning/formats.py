@@ -102,6 +102,12 @@ REASONING_FORMATS: Mapping[ThoughtFormat, ReasoningFormat] = {
         "</ifm|think>",
         others=(("<ifm|think_fast>", "</ifm|think_fast>"), ("<ifm|think_faster>", "</ifm|think_faster>")),
     ),
+    "inkling": ReasoningFormat(
+        "<|content_thinking|>",
+        "<|end_message|>",
+        others=(("<|message_model|><|content_thinking|>", "<|end_message|>"),),
+        tokens=("<|message_model|>",),
+    ),
     "kimi_k3": ReasoningFormat(
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",

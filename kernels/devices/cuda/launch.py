@@ -15,7 +15,6 @@ those of torch do.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +37,6 @@ __all__ = [
     "multiprocessors",
     "overlapping",
     "precompiling",
-    "without_collections",
 ]
 
 _log = logging.getLogger("troupe.kernels.cuda")
@@ -140,16 +138,3 @@ def precompiling() -> Iterator[None]:
         yield
     finally:
         _looking = False
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Within, the interpreter collects no cycles. One may hold a graph, of a model that is gone: destroying it during a
-    capture makes the capture fail ("operation not permitted when stream is capturing")."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

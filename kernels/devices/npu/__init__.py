@@ -9,6 +9,8 @@ latent_attention.py    latent vectors; latent_prologue.py: from tokens to them i
 linear.py              linear layers; quantized.py, weight_only.py, microscaling.py: quantized weights
     low_rank.py            what adapters add to them
 experts.py             layers of experts    cache.py, int8_cache.py: keys and values
+expert_exchange.py     limits of the operators that send tokens to experts    features.py: what every NPU does
 capture.py, graphs.py  NPU graphs           invariant.py: batch-invariant results    errors.py: CANN's errors for users
+captured.py            graphs by the number of rows; step_graphs.py: whole steps    drawing.py: sampling in graphs
 ../npu_triton          kernels of our own
 """

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from kernels.devices.graphs import cause_of, first_error
+from kernels.devices.graphs import cause_of, first_error, without_collections
 from kernels.devices.npu.errors import first_code
 from kernels.devices.npu.fused_attention import FusedPart
 from kernels.devices.npu.tree_attention import TreePart
@@ -89,7 +89,7 @@ class CapturedGraphs(Generic[_Result]):
                 for _ in range(2):  # the first use creates kernels and communicators, which cannot be captured
                     run()
                 torch.npu.synchronize()
-                with torch.npu.graph(graph, pool=pool, auto_dispatch_capture=self._attends):
+                with without_collections(), torch.npu.graph(graph, pool=pool, auto_dispatch_capture=self._attends):
                     result = run()
                 if self._attends and not graph.graph_dispatch_mode.graph_dispatch_records:
                     raise RuntimeError("attention was captured with constant lengths that no update would change")

@@ -2,8 +2,10 @@
 
     builder.py     LayerBuilder: norms and linear layers from a checkpoint's tensors
     gqa.py         grouped-query attention     moe.py: experts     mlp.py: gated feed-forward layer
+    expert_places.py   the ranks of experts, where they are not divided in their order
     pre_norm.py    Llama's decoder layer       block.py: layers with norms in other places
     rotary.py      rotary embeddings           vocabulary.py: embeddings and output head
+    ngram_embedding.py embeddings of the last few tokens
     classification.py                          heads that classify or reward
     mla.py           latent attention          indexer.py: chooses the tokens of sparse attention
     query_scale.py   queries that grow with their positions, by learned numbers

@@ -35,7 +35,7 @@ from actors.protocol.requests import (
     RequestTimeout,
     SamplingParams,
 )
-from actors.requests import intake
+from actors.requests import request_rules
 from actors.requests.streams import RequestStream
 from tests.kits import engines
 from tests.kits.engines import rest
@@ -187,7 +187,7 @@ async def test_a_prompt_of_several_choices_is_scored_once_for_all(engine: Engine
 async def test_tokens_times_choices_times_alternatives_are_bounded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, param: str | None
 ) -> None:
-    monkeypatch.setattr(intake, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
+    monkeypatch.setattr(request_rules, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
     if param is None:
         await collect(engine.generate([5] * 10, params))
     else:
@@ -198,7 +198,7 @@ async def test_tokens_times_choices_times_alternatives_are_bounded(
 
 
 async def test_logprobs_without_max_tokens_end_at_their_bound(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
+    monkeypatch.setattr(request_rules, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
     result = (await collect(engine.generate([5] * 10, SamplingParams(ignore_eos=True, logprobs=4))))[0]
     assert result.usage.completion_tokens == 8
     assert result.finish_reason == "length"
@@ -276,6 +276,13 @@ async def test_one_choice_with_many_tokens_is_refused_for_the_context(engine: En
     with pytest.raises(InvalidRequest, match="maximum context length") as caught:
         await collect(engine.generate("x", SamplingParams(max_tokens=2**31 - 1)))
     assert caught.value.param == "max_tokens"
+
+
+async def test_a_text_too_long_for_any_encoding_names_the_context(engine: Engine) -> None:
+    words = "this model's maximum context length is [0-9]+ tokens"  # by which LiteLLM and others recognize the error
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        await collect(engine.generate("x" * 1_000_000, GREEDY))
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
 async def test_a_grammar_backend_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +489,7 @@ async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path, tmp
     await serve()  # lazy imports and caches of the libraries are not ours to count
     before = Footprint.now()
     await serve()
-    await until(lambda: not Footprint.now().more_than(before), lambda: f"left: {Footprint.now().more_than(before)}", 60)
+    await until(lambda: not Footprint.now().more_than(before), lambda: f"left: {Footprint.now().more_than(before)}")
 
 
 async def test_a_model_that_cannot_be_loaded_gives_the_reason(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ async def test_hidden_states_need_the_option_and_have_a_limit(
         info = engine.model_info
         assert info is not None
         size = info.hidden_size
-        monkeypatch.setattr("actors.requests.intake.LIMITS", msgspec.structs.replace(LIMITS, state_numbers=20 * size))
+        limits = msgspec.structs.replace(LIMITS, state_numbers=20 * size)
+        monkeypatch.setattr("actors.requests.request_rules.LIMITS", limits)
         with pytest.raises(InvalidRequest, match=rf"23 tokens|are {23 * size} numbers; at most {20 * size}") as caught:
             await engine.generate(list(range(17)), PARAMS).ready()
         assert caught.value.code == "too_many_hidden_states"

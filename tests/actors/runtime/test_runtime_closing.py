@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runtime_child_actors import Block, ChildActor, ChildProtocol, Hold, Multiply, Settings
 
 from actors.runtime import ActorDied, ActorRef, ActorSystem, Backoff, Supervision
-from tests.kits.waiting import until
+from tests.kits.waiting import PATIENCE, blocking_until, until
 
 TARGET = "runtime_child_actors:ChildActor"
 
@@ -175,7 +175,7 @@ async def a_spawn_is_cancelled() -> None:
 async def test_closing_leaves_nothing_behind(use: Callable[[], Awaitable[None]]) -> None:
     before, had = settings(), held()
     await use()
-    await until(lambda: held() <= had, "something is left behind", seconds=60)
+    await until(lambda: held() <= had, "something is left behind")
     assert settings() == before
 
 
@@ -205,13 +205,13 @@ def test_in_another_thread_with_either_loop_and_when_the_loop_just_ends(uvloop: 
     descriptors = psutil.Process().num_fds()
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(120)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert failures == []
     assert pids[1] is not None
     assert not os.path.exists(f"/proc/{pids[1]}")
     gc.collect()
-    assert psutil.Process().num_fds() <= descriptors
+    blocking_until(lambda: psutil.Process().num_fds() <= descriptors, "a descriptor is left behind")
 
 
 async def test_a_closed_system_is_garbage() -> None:
@@ -224,4 +224,4 @@ async def test_a_closed_system_is_garbage() -> None:
         gc.collect()
         return remains() is None
 
-    await until(collected, "it is kept", seconds=60)
+    await until(collected, "it is kept")

@@ -123,12 +123,14 @@ def test_an_empty_list_of_names_is_refused(value: str) -> None:
 
 
 def test_refused_and_unknown_names() -> None:
-    errors = problems("--headless --numa-node 1 2 --enable-lora-bias --tempreature 1 -headless --schedule-polisy lpm m")
-    assert "--headless: each node is started with the same command" in errors
+    errors = problems(
+        "--encoder-only --numa-node 1 2 --enable-lora-bias --tempreature 1 -encoder-only --schedule-polisy lpm m"
+    )
+    assert "--encoder-only: encoder disaggregation" in errors
     assert "--numa-node: binding" in errors
     assert "--enable-lora-bias: adapters have no biases" in errors
     assert "--tempreature: there is no such argument" in errors
-    assert "-headless: each node is started" in errors
+    assert "\n-encoder-only: encoder disaggregation" in errors
     assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in errors
     assert "unexpected" not in errors
     assert "contradicts" not in errors

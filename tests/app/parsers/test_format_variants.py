@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from actors.options import ARGUMENTS
-from app.parsers.events import CallArguments, CallBegun, Text
+from app.parsers.events import CallArguments, CallBegun, Reasoning, Text
 from app.parsers.registry import TOOL_PARSERS, output_format
 from app.parsers.tools.constraints import native_calls
 from tests.kits.tool_formats import ADD, OSLO, TOOLS, hunyuan, written
@@ -195,6 +195,29 @@ def test_gigachat3_may_end_its_text_before_a_call_or_mark_the_call() -> None:
     marked = call.replace("function call<|role_sep|>\n", "<|function_call|>")
     assert read("gigachat3", f"I look.{marked}<|message_sep|>") == ("I look.", [ADD])
     assert read("gigachat3", "This function call is fine.") == ("This function call is fine.", [])
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_messages_of_inkling_are_thoughts_text_and_calls(size: int) -> None:
+    form = output_format("inkling", "inkling", None, "")
+    assert form.tools is not None
+    text = (
+        "<|content_thinking|>Hm<|end_message|><|message_model|><|content_text|>I look.<|end_message|>"
+        "<|message_model|><|content_thinking|>So<|end_message|>" + written("inkling", ADD)
+    )
+    for begin in ("", "<|message_model|>"):
+        whole, reader = begin + text, form.tools(TOOLS, reasoning_format=form.reasoning_format)
+        parts = [reader.read(whole[at : at + size]) for at in range(0, len(whole), size)]
+        events = [event for part in (*parts, reader.end()) for event in part]
+        assert "".join(event.text for event in events if isinstance(event, Text)) == "I look."
+        assert "".join(event.text for event in events if isinstance(event, Reasoning)) == "Hm\nSo"
+        assert reader.calls == 1
+
+
+def test_a_call_of_inkling_may_begin_in_the_prompt() -> None:
+    call = written("inkling", ADD).removeprefix("<|message_model|>")
+    assert read("inkling", f"{call}{written('inkling', OSLO)}") == ("", [ADD, OSLO])
+    assert read("inkling", "add it") == ("add it", [])
 
 
 def test_calls_of_apertus_may_stand_in_a_thought() -> None:

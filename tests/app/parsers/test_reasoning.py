@@ -108,6 +108,8 @@ def test_marks_may_have_other_spellings(name: str) -> None:
     for begin, end in form.others:
         assert read(list(f"{begin}Hm{end}It is."), reasoning_format=form) == ("Hm", "It is.", 0)
         assert (form.in_prompt(f"user {begin}\n"), form.in_prompt(f"{begin}\n{end}\n")) == (True, False)
+        if form.begin in begin:
+            continue  # both stand in one template
         spelled = form.spelled(f"<|assistant|>{begin}")
         assert (spelled.begin, spelled.end, set(spelled.marks)) == (begin, end, set(form.marks))
     assert form.spelled(form.end) is form.spelled("") is form

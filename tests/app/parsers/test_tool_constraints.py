@@ -31,6 +31,7 @@ FRAMED = {
     "longcat",
     "granite-20b-fc",
     "gigachat3",
+    "inkling",
 }
 
 

@@ -19,6 +19,7 @@ from kernels.distributed.expert_exchange import ExpertExchange
 from kernels.distributed.group import Group
 from kernels.distributed.turns import PassValue
 from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.waiting import PATIENCE
 
 NAMES = ["placed-moe", "placed-shared", "parallel-deepseek-v3", "parallel-deepseek-v4"]
 COPIES = {"experts": {"redundant": 4, "dispatch": "static"}}
@@ -53,7 +54,7 @@ class Threads:
     """What ranks that are threads give each other."""
 
     def __init__(self, size: int) -> None:
-        self.barrier, self.given = threading.Barrier(size, timeout=60), dict[int, list[Tensor]]()
+        self.barrier, self.given = threading.Barrier(size, timeout=PATIENCE), dict[int, list[Tensor]]()
 
 
 class ThreadGroup(Group):

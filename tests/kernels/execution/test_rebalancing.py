@@ -29,6 +29,7 @@ from kernels.weights.quantization.weights import (
     quantize_int8,
 )
 from tests.kits.native import compiled, needs_native, platform
+from tests.kits.waiting import PATIENCE
 
 __all__ = ["compiled", "platform"]
 
@@ -42,7 +43,7 @@ class Meeting:
     """Where two ranks meet."""
 
     def __init__(self) -> None:
-        self.barrier, self.held = Barrier(2, timeout=60), list[Any]([None, None])
+        self.barrier, self.held = Barrier(2, timeout=PATIENCE), list[Any]([None, None])
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """What both bring."""

@@ -142,6 +142,48 @@ def test_rows_use_their_adapters_in_experts_of_one_tensor(name, reference, drive
     assert_rows_use_their_adapters(path, tmp_path, drive, prompts, VOCAB, 5e-4, steps=3, more=expert_modules(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "other"),
+    [
+        ("kimi-linear", "layers.0.self_attn.f_a_proj", "layers.0.self_attn.forget_gate.f_a_proj"),
+        ("kimi-linear", "layers.1.block_sparse_moe.shared_experts.up_proj", "layers.1.mlp.shared_experts.up_proj"),
+        ("lfm3", "layers.2.self_attn.gate_proj", "layers.2.self_attn.g_proj"),
+    ],
+)
+def test_layers_have_the_names_of_files_and_of_transformers(name, own, other, reference, drive, prompts, tmp_path):
+    path, (prompt,) = reference(name).path, prompts(20)
+    driver = drive(path, adapters=SMALL)
+    modules = {f"model.{own}": driver.runner._adapters._spec(f"model.{own}").matrix}
+    file = save_adapter(tmp_path / "one", modules, 1, scale=0.3)
+    driver.runner.load_adapter(1, str(file))
+    stored = load_file(file / "adapter_model.safetensors")
+    renamed = {module.replace(own, other): tensor for module, tensor in stored.items()}
+    save_file(renamed, file / "adapter_model.safetensors")
+    driver.runner.load_adapter(2, str(file))
+    first, second, plain = (_answer(driver, prompt, adapter)[0] for adapter in (1, 2, 0))
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first - plain).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "stacked"),
+    [
+        ("granite-moe", "model.layers.1.block_sparse_moe.experts", "model.layers.1.block_sparse_moe.experts"),
+        ("nemotron-h", "backbone.layers.4.mixer.experts", "model.layers.4.mixer.experts"),
+    ],
+)
+def test_stacked_experts_have_the_names_of_transformers(name, layer, stacked, reference, drive, tmp_path):
+    driver = drive(reference(name).path, adapters=AdapterSettings(max_rank=4, max_batch=2, targets=("experts",)))
+    adapters = driver.runner._adapters
+    (*gates, down) = adapters._experts[stacked][0]
+    assert down.startswith(f"{layer}.0.")
+    outputs, inputs = adapters._spec(gates[0]).matrix
+    count = len(adapters._experts[stacked])
+    file = save_adapter(tmp_path / "one", {f"{stacked}.base_layer": (len(gates) * outputs, inputs)}, 1, rank=count)
+    (file / "adapter_config.json").write_text('{"r": 1}')
+    driver.runner.load_adapter(1, str(file))
+
+
 def test_routers_of_experts_have_adapters_under_any_of_their_names(reference, drive, prompts, tmp_path):
     path, (prompt,) = reference("mixtral").path, prompts(20)
     module, other = "model.layers.1.block_sparse_moe.gate", "model.layers.1.mlp.gate"  # as in transformers' files

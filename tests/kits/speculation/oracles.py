@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import kernels.execution.load
+import kernels.execution.opening
 from kernels.core.tree import Drafts, tree_of
 from kernels.speculation.drafter import Drafter, DraftRows, Observation
 
@@ -92,7 +93,7 @@ class Oracle(Drafter):
 
 def draft_with(monkeypatch, drafter: Drafter) -> None:
     """Let runners that are loaded from now on draft with it, whatever their settings say."""
-    monkeypatch.setattr(kernels.execution.load, "captured_layers", lambda settings, model: ())
+    monkeypatch.setattr(kernels.execution.opening, "captured_layers", lambda settings, model: ())
     monkeypatch.setattr(kernels.execution.load, "make_drafter", lambda context: drafter)
 
 

@@ -27,9 +27,9 @@ from kernels.devices.cuda.attention.decode import split_count
 from kernels.devices.cuda.attention.plan import AttentionPlan, DecodeRows, DraftRows
 from kernels.devices.cuda.attention.verify import HEADER
 from kernels.devices.cuda.graphs.staging import Staged, stage
-from kernels.devices.cuda.launch import is_precompiling, without_collections
+from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.cuda.precompile import of_each_kind
-from kernels.devices.graphs import GraphBuffers, Put, cause_of, first_error
+from kernels.devices.graphs import GraphBuffers, Put, cause_of, first_error, without_collections
 from kernels.devices.prepared import PassResult, VerifyOutputs
 from kernels.devices.state_cache import pages_before
 

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.devices.cuda.launch import is_precompiling, without_collections
+from kernels.devices.cuda.launch import is_precompiling
+from kernels.devices.graphs import without_collections
 from kernels.devices.staged_memory import device_memory
 
 __all__ = ["Choices", "Shape", "Way", "Ways", "in_a_row", "spare"]

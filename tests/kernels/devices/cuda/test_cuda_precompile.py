@@ -17,7 +17,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.cuda.precompile import of_each_kind, precompile_passes
-from kernels.execution import load
+from kernels.execution.step_memory import step_memory
 from tests.bench.device_speculative import write_draft
 from tests.kernels.devices.cuda import absent
 from tests.kernels.devices.cuda.compiled import compiling, empty
@@ -135,11 +135,11 @@ def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
         traits=SimpleNamespace(compiles=True),
     )
     part = SimpleNamespace(layers=2, kv_heads=1, head_dim=16, vocab_size=10, windows=(0, 0), shared_caches={})
-    opened = SimpleNamespace(part=part, dtype=torch.float16, context=64, cache=SimpleNamespace(scales=None))
     config = SimpleNamespace(max_step_tokens=32, page_size=16, max_slots=3)
-    group = SimpleNamespace(size=ranks)
+    cache = SimpleNamespace(scales=None)
+    opened = SimpleNamespace(config=config, device=platform, part=part, dtype=torch.float16, context=64, cache=cache)
     model, sizes = SimpleNamespace(rows=None, reads_rows=False), SimpleNamespace(groups=())
-    assert load._step_memory(opened, config, platform, model, sampler=None, sizes=sizes, drafter=None, group=group) == 7
+    assert step_memory(opened, model, None, sizes, None, alone=ranks == 1) == 7
     assert reported == ["ahead"] * (ranks == 1)
 
 

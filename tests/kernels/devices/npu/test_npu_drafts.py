@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from app.understudy.drafts import DRAFTS, draft_path
@@ -108,3 +109,27 @@ def test_a_draft_has_attention_of_its_own(backend, drive, monkeypatch):
     called.clear()
     driver.step([(1, 1)], {1: 3})
     assert len(called) == (3 if backend else 0)  # what was observed, and two draft tokens that are gone on from
+
+
+def test_a_draft_without_graphs_beside_a_model_with_them(drive, monkeypatch):
+    """The same tokens; the graphs of the model's passes are captured and no others."""
+    counted, captures = [], {}
+    begin = torch.npu.NPUGraph.capture_begin
+    monkeypatch.setattr(
+        torch.npu.NPUGraph,
+        "capture_begin",
+        lambda self, *args, **kwargs: (counted.append(1), begin(self, *args, **kwargs))[1],
+    )
+    model, tokens = DRAFTS.parent / "model", {}
+    for disabled in (False, True):
+        settings = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), disable_graphs=disabled)
+        driver = drive(model, dtype="bfloat16", speculation=settings, **OPTIONS | {"max_slots": 2})
+        captures[disabled] = len(counted)
+        counted.clear()
+        driver.admit(1, [5, 6, 7, 8], sampling=SlotSampling(temperature=0.0))
+        driver.step([(1, 4)])
+        for _ in range(4):
+            driver.step([(1, 1)], {1: 3})
+        tokens[disabled] = driver.tokens[1]
+    assert 0 < captures[True] < captures[False]
+    assert tokens[True] == tokens[False]

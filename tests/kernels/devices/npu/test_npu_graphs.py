@@ -120,6 +120,22 @@ def test_lengths_that_are_not_fed_give_a_wrong_answer(reference, drive, prompts,
     assert np.abs(right - wrong).max() > 0.5
 
 
+def test_no_garbage_is_collected_during_a_capture(reference, drive, monkeypatch):
+    """A collection may destroy another graph, in the midst of this one's capture."""
+    seen = []
+    for name in ("capture_begin", "capture_end"):
+        plain = getattr(torch.npu.NPUGraph, name)
+        monkeypatch.setattr(
+            torch.npu.NPUGraph,
+            name,
+            lambda self, *args, plain=plain, **kwargs: (seen.append(gc.isenabled()), plain(self, *args, **kwargs))[1],
+        )
+    assert drive(reference("qwen3").path, graph_rows=(1, 2), **OPTIONS).info.graph_rows == (1, 2)
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+
+
 def test_prefills_do_not_use_graphs(reference, drive, prompts, replays):
     driver = drive(reference("qwen3").path, **OPTIONS)
     (text,) = prompts(90)
