@@ -25,6 +25,8 @@ REPLACED = {
     "admin_api_key_file": "a file, whose key is the value of admin_api_key",
     "speculative_config": "an object, whose members are arguments",
     "compilation_config": "an object, whose members are arguments",
+    "additional_config": "an object, whose members are arguments",
+    "eplb_config": "an object, whose members are arguments",
 }
 """Arguments whose value becomes that of others before there is an object of Arguments."""
 
