@@ -647,7 +647,7 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Weight loading",
-        reason="each device always loads its own experts alone",
+        reason="each device always loads only the experts that it runs",
         remedy="leave it out",
         always=("enable-ep-weight-filter",),
     ),

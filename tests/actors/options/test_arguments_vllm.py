@@ -1,4 +1,4 @@
-"""Command lines of ``vllm serve``: each name is taken, has the value that always holds, or is refused with what to do."""
+"""Options of ``vllm serve``: each is taken, has the value that always holds, or is refused with what to do."""
 
 from __future__ import annotations
 
