@@ -1,6 +1,6 @@
 """``--additional-config``: vLLM-Ascend's JSON object, and ``--eplb-config``: vLLM's of the load balancer of experts.
 
-Members that are arguments here become these. Of the others, the values that ask for what is so anyway are accepted.
+Members that are arguments here become these. The others are accepted with the value that holds anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALWAYS: dict[str, object] = {
     "pa_shape_list": [],
     "eplb_config.eplb_policy_type": 1,
 }
-"""Members and the value that states what is so anyway. Of all others it is false, 0 or null: what is off, is off."""
+"""Members and the value that always holds. Of all others it is false, 0 or null."""
 
 _CHOSEN = "the device chooses kernels, layouts and streams; leave it out"
 _REASONS = {
@@ -92,24 +92,21 @@ _EPLB_ALWAYS: dict[str, object] = {"use_async": True, "policy": "default"}
 
 
 def split_additional_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
-    """The key, the argument's name and its value, for each member that is an argument here.
+    """The member, such as ``eplb_config.dynamic_eplb``, the argument's name and its value, where it is an argument.
 
     Raises ArgumentError with every member that is unknown or asks for something else.
     """
     problems: list[str] = []
-    for key, whole in config.items():
-        for member, value in _members(key, whole):
-            if member in _ARGUMENTS:
-                yield key, _ARGUMENTS[member], value
-                continue
-            name = member.removeprefix("scheduler_config.")
-            reason = (
-                _REASONS.get(name) or _REASONS.get(name.partition(".")[0]) or _REASONS.get(member.partition(".")[0])
-            )
-            if reason is None:
-                problems.append(f"{member[:64]}: there is no such member")
-            elif not _is_so(_ALWAYS.get(name), value):
-                problems.append(f"{member[:64]}: {reason}")
+    for member, value in (each for key, whole in config.items() for each in _members(key, whole)):
+        if member in _ARGUMENTS:
+            yield member, _ARGUMENTS[member], value
+            continue
+        name = member.removeprefix("scheduler_config.")
+        reason = _REASONS.get(name) or _REASONS.get(name.partition(".")[0]) or _REASONS.get(member.partition(".")[0])
+        if reason is None:
+            problems.append(f"{member[:64]}: there is no such member")
+        elif not _holds(_ALWAYS.get(name), value):
+            problems.append(f"{member[:64]}: {reason}")
     if problems:
         raise ArgumentError(problems)
 
@@ -123,7 +120,7 @@ def split_eplb_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, obj
         elif key not in _EPLB_REASONS:
             known = ", ".join((*_OF_EPLB, *_EPLB_REASONS))
             problems.append(f"{key[:64]}: there is no such member; known are {known}")
-        elif not _is_so(_EPLB_ALWAYS.get(key), value):
+        elif not _holds(_EPLB_ALWAYS.get(key), value):
             problems.append(f"{key}: {_EPLB_REASONS[key]}")
     if problems:
         raise ArgumentError(problems)
@@ -131,14 +128,15 @@ def split_eplb_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, obj
 
 def _members(name: str, value: object) -> Iterator[tuple[str, object]]:
     """Objects in ``value`` are taken apart: ``eplb_config.dynamic_eplb``."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         yield name, value
         return
     for key, part in value.items():
         yield from _members(f"{name}.{key}", part)
 
 
-def _is_so(always: object, value: object) -> bool:
+def _holds(always: object, value: object) -> bool:
+    """Whether a value changes nothing. ``always``: the value that holds; None: false, 0 or an empty one."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         value = value.lower() == "true"
-    return not value if always is None else value == always
+    return value is None or (not value if always is None else value == always)

@@ -148,7 +148,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
             "eplb_config.num_redundant_experts (--ep-num-redundant-experts), "
             "eplb_config.expert_heat_collection_interval (--eplb-rebalance-num-iterations), enable_dsa_cp "
             "(--enable-nsa-prefill-context-parallel), multistream_overlap_shared_expert "
-            "(--enable-single-batch-overlap). Others are accepted with the value that is so anyway, such as "
+            "(--enable-single-batch-overlap). Others are accepted with the value that always holds, such as "
             "weight_nz_mode 2, and refused with another.",
         ),
     ] = msgspec.field(default_factory=dict)

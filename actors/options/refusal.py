@@ -24,7 +24,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     is_flag: bool = False
     takes_many: bool = False  # the command line passes all words up to the next name
     accepts: tuple[object, ...] = ()
-    means: dict[str, str] = {}  # value -> flag that it sets
+    means: dict[str, str] = {}  # value -> name of the flag that it sets
     group: str
     reason: str  # a clause: "LoRA adapters are not built yet"
     remedy: str  # an imperative: "leave it out"
@@ -59,7 +59,7 @@ class RefusedNames(msgspec.Struct, frozen=True, kw_only=True):
     ``flags``: flags that may be false. ``always``: flags that may be true. ``either``: flags that may be either, since
     they change nothing. ``unset``: options that take no value at all. ``values``: options and the one value that they
     take, which means "off". ``lists``: options of several words, which take none. ``only``: options and the values that
-    they take. ``means``: options and the flags that some of their values set.
+    they take. ``means``: options and the flags, also by their --no- forms, that some of their values set.
     """
 
     group: str

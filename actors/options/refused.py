@@ -602,7 +602,10 @@ _TABLE: tuple[RefusedNames, ...] = (
         reason="the task is read from the model's own files",
         remedy="leave it out, or give --is-embedding for vectors of a model that could generate text",
         only={"runner": ("auto", "generate"), "task": ("auto", "generate")},
-        means={"runner": {"pooling": "is-embedding"}, "task": dict.fromkeys(("embed", "embedding"), "is-embedding")},
+        means={
+            "runner": {"pooling": "is-embedding", "generate": "no-is-embedding"},
+            "task": {"embed": "is-embedding", "embedding": "is-embedding", "generate": "no-is-embedding"},
+        },
     ),
     RefusedNames(
         group="Model and tokenizer",
@@ -644,7 +647,7 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Weight loading",
-        reason="each device always loads its own experts alone",
+        reason="each device always loads only the experts that it runs",
         remedy="leave it out",
         always=("enable-ep-weight-filter",),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
@@ -18,7 +18,7 @@ from actors.options.refusal import Refusal
 from actors.options.refused import REFUSALS
 from actors.options.speculative_config import split_config
 from actors.options.table import ARGUMENTS
-from actors.options.vllm_nodes import NODE_NAMES, OTHER_BALANCERS, node_arguments
+from actors.options.vllm_nodes import NODE_NAMES, OTHER_BALANCERS, READ_NAMES, node_arguments
 
 __all__ = ["RawArgument", "ResolvedName", "canonical", "find", "resolve"]
 
@@ -65,7 +65,6 @@ _OBJECTS = {
     "additional_config": split_additional_config,
     "eplb_config": split_eplb_config,
 }
-_ARGUMENTS = {argument.name: argument for argument in ARGUMENTS}
 _FAMILIES = {name[:-1]: found for name, found in _INDEX.items() if name.endswith("*")}
 _IMPLEMENTED = [name for name, found in _INDEX.items() if isinstance(found.entry, Argument)]
 _REFUSED = [name for name, found in _INDEX.items() if isinstance(found.entry, Refusal)]
@@ -117,19 +116,14 @@ def resolve(layers: Iterable[Sequence[RawArgument]]) -> dict[str, Any]:
     problems: list[str] = []
     for layer in layers:
         seen: dict[str, RawArgument] = {}
-        for given in _split(_with_nodes(layer, problems), problems):
+        for given in _split(_with_nodes(layer, values, problems), problems):
             try:
-                result = find(given.name)
+                result, raw = _meant(given)
                 argument = result.entry
                 if isinstance(argument, Refusal):
-                    meaning = argument.meaning(given.value)
-                    if meaning is None:
-                        argument.check(_reversed(given.value) if result.reverse else given.value)
-                        continue
-                    argument = _ARGUMENTS[meaning]
-                    value: object = True
-                else:
-                    value = argument.parse(given.value)
+                    argument.check(_reversed(raw) if result.reverse else raw)
+                    continue
+                value = argument.parse(raw)
                 if result.reverse:
                     value = not value
             except ArgumentError as error:
@@ -147,18 +141,30 @@ def resolve(layers: Iterable[Sequence[RawArgument]]) -> dict[str, Any]:
     return values
 
 
-def _with_nodes(layer: Sequence[RawArgument], problems: list[str]) -> Sequence[RawArgument]:
-    """The layer with vLLM's arguments of several nodes replaced: see ``node_arguments``."""
-    values: dict[str, object] = {}
+def _meant(given: RawArgument) -> tuple[ResolvedName, object]:
+    """The name and its value; where the value of a refused name sets a flag, that flag. Raises ArgumentError."""
+    result = find(given.name)
+    meaning = result.entry.meaning(given.value) if isinstance(result.entry, Refusal) else None
+    return (result, given.value) if meaning is None else (find(meaning), True)
+
+
+def _with_nodes(
+    layer: Sequence[RawArgument], earlier: Mapping[str, object], problems: list[str]
+) -> Sequence[RawArgument]:
+    """The layer with vLLM's arguments of several nodes replaced: see ``node_arguments``. ``earlier``: values of the
+    layers before, by field."""
+    values = {name: value for name in READ_NAMES if (value := earlier.get(name.replace("-", "_"))) is not None}
     spellings: dict[str, str] = {}
     others: list[RawArgument] = []
     balanced = False  # by another server
     for given in layer:
         found = _INDEX.get(canonical(given.name))
         name = found.entry.name if found else ""
-        balanced = balanced or name in OTHER_BALANCERS
-        if found and name in (*NODE_NAMES, "data-parallel-size", "node-rank"):
-            values[name] = _reversed(given.value) if found.reverse else given.value
+        value = _reversed(given.value) if found and found.reverse else given.value
+        if name in OTHER_BALANCERS and value is not None:
+            balanced = balanced or name == "data-parallel-rank" or parse_flag(value) is not False
+        if name in NODE_NAMES | READ_NAMES:
+            values[name] = value
             spellings[name] = given.spelling
         if name not in NODE_NAMES:
             others.append(given)
@@ -197,7 +203,9 @@ def _split(layer: Sequence[RawArgument], problems: list[str]) -> list[RawArgumen
     for field, config in objects.items():
         try:
             for key, name, value in _OBJECTS[field](config):
-                entries.append(RawArgument(name=name, value=value, spelling=spellings[field, key]))
+                stem, dot, member = key.partition(".")
+                spelling = spellings.get((field, key)) or f"{spellings[field, stem]}{dot}{member}"
+                entries.append(RawArgument(name=name, value=value, spelling=spelling))
         except ArgumentError as error:
             problems.extend(f"{spellings[field, '']}: {problem}" for problem in error.problems)
     return entries

@@ -25,7 +25,7 @@ def connected(target: Target) -> Iterator[socket.socket]:
 
 def connections(target: Target, ports: set[int]) -> int:
     """Connections from these ports that the server holds: those of an earlier test may end at any time. Not its open
-    files: an event loop of its own may open some at any time.
+    files: its event loop may open some at any time.
     """
     own = psutil.Process(target.server.process.pid).net_connections("tcp")
     return sum(bool(each.raddr) and each.raddr.port in ports for each in own)

@@ -74,8 +74,8 @@ class AdaptersDialect(Dialect):
     envelope = AdaptersError
 
     def body(self, error: ApiError, request_id: str) -> bytes:
-        own = ErrorBody(message=error.message, type=error.kind, param=error.param, code=error.code)
-        return msgspec.json.encode(AdaptersError(error_message=error.message, error=own))
+        inner = ErrorBody(message=error.message, type=error.kind, param=error.param, code=error.code)
+        return msgspec.json.encode(AdaptersError(error_message=error.message, error=inner))
 
 
 SGLANG_ADAPTERS = AdaptersDialect()

@@ -1,4 +1,4 @@
-"""Command lines of ``vllm serve``: each name is taken, asks for what is so anyway, or is refused with what to do."""
+"""Options of ``vllm serve``: each is taken, has the value that always holds, or is refused with what to do."""
 
 from __future__ import annotations
 
@@ -46,17 +46,30 @@ def test_names_that_mean_the_reverse_follow_the_flag() -> None:
         {"scheduler_config": {"enable_balance_scheduling": False, "profiling_chunk_config": {"enabled": False}}},
         {"enable_cpu_binding": "False", "dump_config": None, "pa_shape_list": []},
         {"eplb_config": {"dynamic_eplb": False, "eplb_policy_type": 1}},
+        {"weight_nz_mode": None, "enable_dsa_cp": None, "eplb_config": {}},
     ],
 )
-def test_members_that_ask_for_what_is_so_change_nothing(config: dict[str, object]) -> None:
+def test_members_with_the_value_that_holds_change_nothing(config: dict[str, object]) -> None:
     given = load_arguments([], {}, {"model": "m", "additional_config": config})
     assert msgspec.structs.replace(given, additional_config={}) == load_arguments(["m"], {})
 
 
 def test_all_members_that_are_refused_are_named() -> None:
+    config = {"weight_nz_mode": True, "rl_config": {"enabled": True}, "config_key": {}}
     with pytest.raises(ArgumentError) as caught:
-        load_arguments([], {}, {"additional_config": {"weight_nz_mode": True, "rl_config": {"enabled": True}}})
+        load_arguments([], {}, {"additional_config": config})
     assert [problem.partition(": ")[2].partition(":")[0] for problem in caught.value.problems] == [
         "weight_nz_mode",
         "rl_config.enabled",
+        "config_key",
     ]
+
+
+def test_a_runner_overrides_and_contradicts_as_a_flag_does(tmp_path: Path) -> None:
+    file = tmp_path / "troupe.yaml"
+    file.write_text("runner: pooling\n")
+    assert load_arguments(["m", "--config", str(file)], {}).is_embedding
+    assert not load_arguments(["m", "--config", str(file), "--runner", "generate"], {}).is_embedding
+    assert not load_arguments(["m", "--runner", "pooling", "--runner", "generate"], {}).is_embedding
+    with pytest.raises(ArgumentError, match="--is-embedding: contradicts --runner"):
+        load_arguments(["m", "--runner", "generate", "--is-embedding"], {})

@@ -119,7 +119,7 @@ class StreamHead:
 
 def follow_last_tokens(path: Path) -> None:
     """Change the model and the head at ``path`` so that the next token follows from the last one alone, and that the
-    head says what the model does: no half of a layer adds anything."""
+    head drafts what the model samples: no half of a layer adds anything."""
     held = load_file(path / "model.safetensors")
     for name, value in held.items():
         if name.endswith((".wo_b.weight", ".w2.weight", "mtp.0.h_proj.weight")):
