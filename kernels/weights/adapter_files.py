@@ -34,9 +34,9 @@ _NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])(?:\.default)?\.
 _MAGNITUDES = re.compile(r"base_model\.model\.([\w.]+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _BASE = re.compile(r"base_model\.model\.([\w.]+)\.base_layer\.weight")
 _STACKED = re.compile(r"\.experts(?:\.mlp)?(?:\.base_layer)*$")
-_PATTERN = re.compile(r"\^?[\w.\\]+\$?")
+_PATTERN = re.compile(r"\^?\w[\w.\\]*\$?")
 _ANY_BEFORE = r".*\."
-_PARAMETERS = "gate_up_proj", "down_proj"
+_PARAMETERS = "gate_up_proj", "up_proj", "down_proj"
 _REFUSED = {  # keys of adapter_config.json whose values, unless empty, describe what is not supported
     "modules_to_save": "modules trained as a whole are not supported",
     "fan_in_fan_out": "transposed weights are not supported",
@@ -300,9 +300,9 @@ def _known_as(modules: Iterable[str], config: Mapping[str, Any]) -> dict[str, st
     for module in filter(_STACKED.search, result):
         wrapped.setdefault(module.replace(".base_layer", ""), []).append(module)
     given = config.get("target_parameters")
-    targets = {str(each).rpartition(".")[2] for each in given} if isinstance(given, list) else set(_PARAMETERS)
-    parameters = [name for name in _PARAMETERS if name in targets]
+    targets = tuple(f".{each}" for each in (given if isinstance(given, list) else ("gate_up_proj", "down_proj")))
     for plain, found in wrapped.items():
+        parameters = [name for name in _PARAMETERS if f".{plain}.{name}".endswith(targets)]
         if len(found) == len(parameters):
             innermost_first = sorted(found, key=len, reverse=True)
             result |= {module: f"{plain}.{name}" for module, name in zip(innermost_first, parameters, strict=True)}
@@ -318,18 +318,21 @@ def _pattern(config: Mapping[str, Any], key: str, wrong: list[str]) -> dict[str,
     result = {}
     for key_of_peft, value in given.items():
         name = key_of_peft.removeprefix("^") if key_of_peft.startswith(f"^{_ANY_BEFORE}") else key_of_peft
-        name = name.removeprefix(_ANY_BEFORE)
+        inner, name = name.startswith(_ANY_BEFORE), name.removeprefix(_ANY_BEFORE)
         if not _PATTERN.fullmatch(name) or "\\" in name.replace("\\.", ""):
             wrong.append(f"{key}: {name!r} is a regular expression; write the names of modules out")
         elif _is_number(value, f"{key} of {name}", wrong):
-            result[name.removesuffix("$").replace("\\.", ".")] = value
+            end = name.removesuffix("$").replace("\\.", ".")
+            result[f".{end}" if inner else end] = value
     return result
 
 
 def _match(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """The number of the first name of ``_pattern`` that is the module's, or its end: ^: the whole name; a leading dot:
+    only an end."""
     for name, value in pattern.items():
-        whole = name.startswith("^")
-        if module == name.removeprefix("^") or (not whole and module.endswith(f".{name}")):
+        ends = name if name.startswith(".") else f".{name}"
+        if module == name.removeprefix("^") or module.endswith(ends):
             return value
     return default
 

@@ -50,6 +50,8 @@ def test_scales_follow_alpha_rank_and_their_patterns(config, scales, tmp_path):
         (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], {r".*\.gate_up_proj": 4}, {".base_layer": 2, "": 4}),
         (["experts.down_proj"], {"experts.down_proj": 4, "gate_up_proj": 1}, {"": 2}),
         (None, {"experts.down_proj": 4}, {".base_layer": 4, "": 2}),
+        (["experts.up_proj", "experts.down_proj"], {"up_proj": 4}, {".base_layer": 2, "": 4}),
+        (["layers.0.mlp.experts.down_proj", "layers.1.mlp.experts.gate_up_proj"], {"down_proj": 4}, {"": 2}),
     ],
 )
 def test_patterns_name_the_parameters_of_stacked_experts(parameters, patterns, scales, tmp_path):
@@ -64,6 +66,14 @@ def test_patterns_name_the_parameters_of_stacked_experts(parameters, patterns, s
     found = read_files(str(file)).modules
     for wrapped, scale in scales.items():
         assert (found[f"{module}{wrapped}"].scale, found[f"{module}{wrapped}"].experts) == (scale, experts)
+
+
+def test_a_pattern_with_a_dot_before_a_name_needs_a_parent(tmp_path):
+    """PEFT looks for ``(.*\\.)?(PATTERN)$`` from the beginning of a module's name."""
+    config = {"lora_alpha": 2, "alpha_pattern": {r".*\.lm_head": 8, r".*\.q_proj": 6, "q_proj": 4}}
+    file = save_adapter(tmp_path / "one", MODULES | {"lm_head": (20, 4)}, 1, rank=2, **config)
+    found = read_files(str(file)).modules
+    assert [found[module].scale for module in (*MODULES, "lm_head")] == [3.0, 1.0, 1.0]
 
 
 def test_names_inside_of_wrapping_models_are_those_of_text(tmp_path):
@@ -127,6 +137,7 @@ def test_all_targets_are_without_embeddings_and_output(tmp_path):
         ({"r": 0.5}, "r is 0.5, not a whole number"),
         ({"rank_pattern": {"v_proj": 1.5}}, "rank_pattern of v_proj is 1.5, not a whole number"),
         ({"alpha_pattern": {"(a+)+": 1}}, "is a regular expression"),
+        ({"alpha_pattern": {".q_proj": 1}}, "'.q_proj' is a regular expression"),
         ({"rank_pattern": {"q_proj": 2}, "r": 1}, "the rank in adapter_config.json is 1"),
     ],
 )
