@@ -127,6 +127,9 @@ class StreamingParser(TextReader):
 
     def end(self) -> list[Piece]:
         """The rest of the choice. A call without its end is returned as far as it was made."""
+        tokens = (*self.TOKENS, *(self._reasoning_format.tokens if self._reasoning_format is not None else ()))
+        if any(token in self._text for token in tokens):
+            self._text = ""  # the begin of a mark of several tokens: the answer was cut there
         self._ended = True
         self._resume()
         return self._take_pieces()

@@ -244,5 +244,5 @@ def _tools_of(template: str) -> ToolFormat | None:
 def _thoughts_of(template: str, tools: ToolFormat) -> ThoughtFormat | None:
     name = next((name for sign, name in _THOUGHT_SIGNS if sign in template), None)
     if name is None and "</think>" in template:
-        return _THOUGHTS_BESIDE.get(tools, "base")
+        return _THOUGHTS_BESIDE.get(tools, "ernie45" if "<response>" in template else "base")
     return name

@@ -24,8 +24,8 @@ def small_engine(model: Path, **keywords: Any) -> Engine:
         "standby_worker": False,
     }
     options |= keywords
-    rest = {name: options.pop(name) for name in ("registry", "faults", "tracer_provider") if name in options}
-    return Engine(arguments=Arguments.from_keywords(model=str(model), **options), **rest)
+    others = {name: options.pop(name) for name in ("registry", "faults", "tracer_provider") if name in options}
+    return Engine(arguments=Arguments.from_keywords(model=str(model), **options), **others)
 
 
 async def rest(engine: Engine) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from app.parsers.text_reader import IncompleteCall, ParseError, Reading
-from app.parsers.tools.lark import Rules, Schema, resolved
-from app.parsers.tools.parameters import ParameterParser, Value, quoted, types_of
+from app.parsers.tools.lark import Rules, Schema
+from app.parsers.tools.parameters import ParameterParser, Value, inner_schema, quoted, types_of
 
 __all__ = ["MiniMaxM3Parser"]
 
@@ -58,7 +58,7 @@ class MiniMaxM3Parser(ParameterParser):
             if self.member_types(key) == {"string"}:
                 yield from self.parameter(key, f"{_MARK}</{key}>", text=True)
             else:
-                value = yield from self._value(key, (resolved(schema, schema).get("properties") or {}).get(key), 0)
+                value = yield from self._value(key, inner_schema(schema, schema, key), 0)
                 self.begin_member(key)
                 self.add_arguments(value)
 
@@ -77,14 +77,11 @@ class MiniMaxM3Parser(ParameterParser):
         if text.strip() or depth > _DEPTH:
             raise ParseError("text stands beside elements" if text.strip() else "it is nested too deeply")
         is_list = "array" in types or ("object" not in types and tag == "item")
-        schema = resolved(schema, root)
         members: dict[str, list[str]] = {}
         while tag != f"/{name}":
             if tag.startswith("/"):
                 raise ParseError(f"expected </{name}>")
-            inner = schema.get("items") if is_list else (schema.get("properties") or {}).get(tag)
-            inner = schema.get("additionalProperties") if inner is None and not is_list else inner
-            value = yield from self._value(tag, inner, depth + 1)
+            value = yield from self._value(tag, inner_schema(schema, root, None if is_list else tag), depth + 1)
             members.setdefault("" if is_list else tag, []).append(value)
             tag = yield from self._tag()
         if is_list:

@@ -12,8 +12,9 @@ from app.parsers.base import StreamingParser
 from app.parsers.text_reader import IncompleteCall, ParseError, Reading
 from app.parsers.tools.lark import ANNOTATIONS, ANY, Rules, Schema, Unenforceable, placed, resolved
 
-__all__ = ["ParameterParser", "Value", "as_json", "is_json", "members", "quoted", "types_of"]
+__all__ = ["ParameterParser", "Value", "as_json", "inner_schema", "is_json", "members", "quoted", "types_of"]
 
+_ALTERNATIVES_DEPTH = 3
 _OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
 
 
@@ -110,7 +111,7 @@ class ParameterParser(StreamingParser, ABC):
     def member_types(self, key: str) -> set[str]:
         """The JSON types that the schema allows for a parameter; empty if it does not say."""
         schema = self.parameters(self._name)
-        return types_of((resolved(schema, schema).get("properties") or {}).get(key.strip()), schema)
+        return types_of(inner_schema(schema, schema, key.strip()), schema)
 
     @classmethod
     def value_json(cls, text: str, types: set[str]) -> str:
@@ -172,8 +173,22 @@ def types_of(schema: Any, root: Any = None, known: dict[str, set[str]] | None = 
         if isinstance(schema.get(keyword), list):
             parts = [types_of(each, root, known) for each in schema[keyword]]
             return set().union(*parts) if all(parts) else set()
+    if isinstance(schema.get("allOf"), list) and (said := [types_of(each, root, known) for each in schema["allOf"]]):
+        return set.intersection(*(each for each in said if each)) if any(said) else set()
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     return {_type(value) for value in values} if isinstance(values, list) else set()
+
+
+def inner_schema(schema: Any, root: Any, key: str | None, depth: int = 0) -> Any:
+    """The schema of a member of an object, or of the items of a list (``key`` None), also where the schema offers
+    alternatives, as for what may be null; None if it does not say."""
+    schema = resolved(schema, root)
+    found = schema.get("items") if key is None else (schema.get("properties") or {}).get(key)
+    if found is None and depth < _ALTERNATIVES_DEPTH:
+        parts = (part for keyword in ("anyOf", "oneOf", "allOf") for part in schema.get(keyword) or ())
+        inner = (inner_schema(part, root, key, depth + 1) for part in parts)
+        found = next((each for each in inner if each is not None), None)
+    return schema.get("additionalProperties") if found is None and key is not None else found
 
 
 def _type(value: object) -> str:

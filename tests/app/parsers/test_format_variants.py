@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from actors.options import ARGUMENTS
+from app.parsers.base import StreamingParser
 from app.parsers.events import CallArguments, CallBegun, Reasoning, Text
 from app.parsers.registry import TOOL_PARSERS, output_format
 from app.parsers.tools.constraints import native_calls
@@ -100,6 +101,28 @@ def test_a_mark_of_minimax_m3_may_have_space_behind_it() -> None:
     assert read("minimax-m3", text, ORDER) == ("", [("order", {"id": 1})])
 
 
+def test_alternatives_in_a_schema_give_the_types_of_inner_values() -> None:
+    maybe: dict[str, Any] = {
+        "to": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "tags": {"oneOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+        "note": {"allOf": [{"$ref": "#/$defs/Note"}], "default": "1"},
+    }
+    places = {"Place": {"type": "object", "properties": {"zip": {"type": "string"}}}, "Note": {"enum": ["1", "2"]}}
+    tools: dict[str, Any] = {"order": {"type": "object", "properties": maybe, "$defs": places}}
+    members = (element("to", element("zip", "12345")), element("tags", element("item", "5")), element("note", "1"))
+    expected = {"to": {"zip": "12345"}, "tags": ["5"], "note": "1"}
+    assert read("minimax-m3", order(*members), tools) == ("", [("order", expected)])
+    text = written("glm45", ("order", {"note": "1", "to": {"zip": 5}, "tags": None}))
+    assert read("glm45", text, tools) == ("", [("order", {"note": "1", "to": {"zip": 5}, "tags": None})])
+
+
+def test_schemas_that_refer_to_themselves_have_inner_schemas() -> None:
+    self_made: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/Self"}, {"$ref": "#/$defs/Self"}]}
+    tools = {"order": {"properties": {"to": {"$ref": "#/$defs/Self"}}, "$defs": {"Self": self_made}}}
+    text = order(element("to", element("zip", "12345")))
+    assert read("minimax-m3", text, tools) == ("", [("order", {"to": {"zip": 12345}})])
+
+
 @pytest.mark.parametrize(
     ("broken", "rest"),
     [
@@ -187,6 +210,21 @@ def test_arguments_of_kimi_k3_may_be_one_element_of_json() -> None:
     )
     text = f"<|open|>tools<|sep|>{whole}{keyed}<|close|>tools<|sep|><|close|>message<|sep|>"
     assert read("kimi_k3", text) == ("", [("add", {"a": 1}), ("add", {'x "&': "5"})])
+
+
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [("kimi_k3", "<|close|>"), ("kimi_k3", "<|open|>tools"), ("minimax-m3", NS), ("gigachat35", "<｜GCML｜")],
+)
+def test_a_begun_mark_of_several_tokens_is_no_content(name: str, begun: str) -> None:
+    assert read(name, f"Hello{begun}") == ("Hello", [])
+    assert read(name, f"Hello{begun}!") == (f"Hello{begun}!", [])
+
+
+def test_a_begun_mark_of_several_tokens_is_no_thought() -> None:
+    form = output_format("off", "kimi_k3", None, "")
+    reader = StreamingParser(None, reasoning_format=form.reasoning_format, thinking=True)
+    assert [*reader.read("Hm<|close|>think"), *reader.end()] == [Reasoning("Hm")]
 
 
 def test_gigachat3_may_end_its_text_before_a_call_or_mark_the_call() -> None:

@@ -23,3 +23,9 @@ def test_a_request_may_name_the_special_tokens_of_every_format(name: str) -> Non
         shown = output_format(name, thoughts, None, "").special_tokens(True)
         assert len(shown) <= LIMITS.shown_special_tokens
         assert all(0 < len(mark) <= LIMITS.stop_string_chars for mark in shown)
+
+
+def test_a_template_with_marks_of_the_answer_has_thoughts_with_them() -> None:
+    template = "Write your thoughts between <think></think> and your response between <response></response>."
+    assert output_format(None, None, template, "").reasoning_format == REASONING_FORMATS["ernie45"]
+    assert output_format(None, None, "<think></think>", "").reasoning_format == REASONING_FORMATS["base"]
