@@ -43,8 +43,8 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class VllmLoadAdapterRequest(LoadAdapterRequest, kw_only=True):
-    """``load_inplace``: replace the adapter of this name, whose running requests end with it. Without ``pinned`` the new
-    one is pinned as the old one is."""
+    """``load_inplace``: replace the adapter of this name, whose running requests end with it. Without ``pinned`` the
+    new one is pinned as the old one is."""
 
     load_inplace: bool | None = None
 
