@@ -242,8 +242,9 @@ class StreamingParser(TextReader):
             yield from self.space()
         else:
             self.add_content("".join(before) + has_begin)
-        ends = reasoning_format.ends
-        mark = yield from self.until((*ends, *reasoning_format.interrupted_by), self._think_aloud)
+        ends, known = reasoning_format.ends, (*self.OPEN, *self.MARKS, *reasoning_format.answer)
+        interrupts = (each for each in reasoning_format.interrupted_by if each in known)
+        mark = yield from self.until((*ends, *interrupts), self._think_aloud)
         self.end_thought()
         if mark and mark not in ends:
             self._text = mark + self._text

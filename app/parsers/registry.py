@@ -154,6 +154,7 @@ _THOUGHT_SIGNS: tuple[tuple[str, ThoughtFormat], ...] = (
 )
 
 _THOUGHTS_BESIDE: Mapping[ToolFormat, ThoughtFormat] = {
+    "qwen3_coder": "qwen3",
     "minimax-m2": "minimax",
     "kimi_k2": "kimi_k2",
     "step3": "step3",

@@ -15,10 +15,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """How a model writes its reasoning (its thought) at the beginning of an answer: between two marks.
 
     ``label``: what follows the begin mark in every thought. ``always``: the answer begins with a thought even without
-    the mark, unless the prompt has ended it. ``interrupted_by``: marks that end a thought without its mark.
-    ``others``: other spellings of both marks, which are read, too. ``answer``: marks around the answer, which are
-    dropped. ``tokens``: special tokens that are parts of marks. ``inline``: the thought stays in the answer, with the
-    begin mark where the prompt has it.
+    the mark, unless the prompt has ended it. ``interrupted_by``: marks that end a thought without its mark,
+    those of calls only where calls are read. ``others``: other spellings of both marks, which are read, too.
+    ``answer``: marks around the answer, which are dropped. ``tokens``: special tokens that are parts of marks.
+    ``inline``: the thought stays in the answer, with the begin mark where the prompt has it.
     """
 
     begin: str = "<think>"
@@ -73,16 +73,16 @@ REASONING_FORMATS: Mapping[ThoughtFormat, ReasoningFormat] = {
     "base": ReasoningFormat(),
     "deepseek-r1": ReasoningFormat(always=True),
     "deepseek-v3": ReasoningFormat(),
-    "qwen3": ReasoningFormat(),
-    "qwen3-thinking": ReasoningFormat(always=True),
-    "glm45": ReasoningFormat(),
+    "qwen3": ReasoningFormat(interrupted_by=("<tool_call>",)),
+    "qwen3-thinking": ReasoningFormat(always=True, interrupted_by=("<tool_call>",)),
+    "glm45": ReasoningFormat(interrupted_by=("<tool_call>",)),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(interrupted_by=("<|tool_calls_section_begin|>", "<|tool_call_begin|>")),
     "minimax": ReasoningFormat(always=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "step3": ReasoningFormat(always=True),
     "gemma": ReasoningFormat("<|channel>", "<channel|>", label="thought\n"),
-    "nemotron": ReasoningFormat(),
+    "nemotron": ReasoningFormat(interrupted_by=("<tool_call>",)),
     "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     "minimax-m3": ReasoningFormat("<mm:think>", "</mm:think>"),
     "minimax-append-think": ReasoningFormat(always=True, inline=True),

@@ -72,7 +72,8 @@ class MiniMaxM3Parser(ParameterParser):
         text = "".join(parts)
         tag = yield from self._tag_behind_mark()
         if tag == f"/{name}":
-            empty = {"array": "[]", "object": "{}"}.get(next(iter(types), "")) if len(types) == 1 else None
+            kinds = types - {"null"}
+            empty = {"array": "[]", "object": "{}"}.get(next(iter(kinds), "")) if len(kinds) == 1 else None
             return empty if empty and not text.strip() else self.value_json(text, types)
         if text.strip() or depth > _DEPTH:
             raise ParseError("text stands beside elements" if text.strip() else "it is nested too deeply")

@@ -100,7 +100,9 @@ class ParameterParser(StreamingParser, ABC):
         if not end:
             self.add_arguments("".join(parts).lstrip())  # no value yet, as the call is not complete
             raise IncompleteCall
-        self.add_arguments(self.value_json("".join(parts), set() if text is False else types))
+        written = "".join(parts)
+        written = written.removesuffix("\n") if self.NEWLINES else written
+        self.add_arguments(self.value_json(written, set() if text is False else types))
         return end
 
     def begin_member(self, key: str) -> None:
@@ -216,13 +218,13 @@ def as_json(text: str, types: set[str]) -> str:
     try:
         value = msgspec.json.decode(written)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
-        return quoted(text.strip("\n"))
+        return quoted(text)
     kind = _type(value)
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     if fits and kind == "string" and not types:
         return written
     if not fits and "string" in types:
-        return quoted(text.strip("\n"))
+        return quoted(text)
     return written
 
 

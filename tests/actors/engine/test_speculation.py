@@ -218,6 +218,7 @@ def test_a_revision_of_a_draft_that_is_here_is_refused(tmp_path: Path) -> None:
         ("speculative_draft_load_format", "dummy", "load_format", "dummy"),
         ("speculative_attention_mode", "decode", "attention_mode", "decode"),
         ("speculative_draft_attention_backend", "torch_native", "draft_attention_backend", "torch_native"),
+        ("speculative_enforce_eager", True, "disable_graphs", True),
     ],
 )
 def test_the_rest_reaches_the_worker(tmp_path: Path, keyword: str, value: object, field: str, expected: object) -> None:

@@ -99,6 +99,15 @@ async def test_strict_tools_constrain_calls_but_force_none(parser: str) -> None:
     assert engine.requests[-1]["params"].grammar is None
 
 
+async def test_a_call_ends_an_open_thought_where_no_grammar_follows_it() -> None:
+    application, engine = served(tool_call_parser="glm45", reasoning_parser="glm45")
+    call = "<tool_call>add\n</tool_call>"
+    engine.answer = ["<think>Hm", call, "</think>Done."]
+    for tools, calls, thought in ((TOOLS, 1, "Hm"), (STRICT, 0, f"Hm{call}")):
+        message = (await choice(application, tools=tools))["message"]
+        assert (len(message.get("tool_calls") or ()), message["reasoning_content"]) == (calls, thought)
+
+
 async def test_strict_tools_of_another_backend_are_a_structural_tag() -> None:
     application, engine = served(grammar_backend="xgrammar")
     await choice(application, tools=STRICT)

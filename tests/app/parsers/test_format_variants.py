@@ -96,6 +96,20 @@ def test_values_of_minimax_m3_may_be_json_or_empty() -> None:
     assert read("minimax-m3", text, ORDER) == ("", [("order", expected)])
 
 
+def test_an_empty_value_of_minimax_m3_may_be_of_a_type_that_may_be_null() -> None:
+    maybe = {name: {"type": [name, "null"]} for name in ("array", "object", "string")}
+    text = order(*(element(name, "") for name in maybe))
+    expected = {"array": [], "object": {}, "string": ""}
+    assert read("minimax-m3", text, {"order": {"properties": maybe}}) == ("", [("order", expected)])
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "minimax-m2", "minicpm5", "solar_open2", "minimax-m3"])
+def test_a_text_that_may_be_null_keeps_its_newlines(name: str) -> None:
+    for schema in ({"type": "string"}, {"type": ["string", "null"]}, {}):
+        call = ("write", {"text": "\n\nline\n"})
+        assert read(name, written(name, call), {"write": {"properties": {"text": schema}}}) == ("", [call])
+
+
 def test_a_mark_of_minimax_m3_may_have_space_behind_it() -> None:
     text = order(element("id", "1")).replace(f"{NS}<id>", f"{NS} \n<id>")
     assert read("minimax-m3", text, ORDER) == ("", [("order", {"id": 1})])

@@ -115,14 +115,23 @@ def test_marks_may_have_other_spellings(name: str) -> None:
     assert form.spelled(form.end) is form.spelled("") is form
 
 
-@pytest.mark.parametrize("name", ["apertus", "solar_open2", "kimi_k3"])
-def test_a_call_ends_an_open_thought(name: str) -> None:
-    form = output_format(name, name, None, "")
+@pytest.mark.parametrize(
+    ("name", "thoughts"),
+    [
+        *((name, name) for name in ("apertus", "solar_open2", "kimi_k3", "kimi_k2", "glm45")),
+        ("qwen3_coder", "qwen3"),
+        ("qwen3_coder", "nemotron"),
+        ("hermes", "qwen3-thinking"),
+    ],
+)
+def test_a_call_ends_an_open_thought(name: Any, thoughts: Any) -> None:
+    form = output_format(name, thoughts, None, "")
     kind = form.parser(True)
     assert kind is not None
     assert form.reasoning_format is not None
     text = form.reasoning_format.begin + "Hm" + written(name, ADD)
     assert read(list(text), kind, reasoning_format=form.reasoning_format, tools=TOOLS) == ("Hm", "", 1)
+    assert read(list(text), reasoning_format=form.reasoning_format)[1:] == ("", 0)  # no calls are read
 
 
 def test_kimi_k3_puts_its_answer_and_calls_in_elements() -> None:

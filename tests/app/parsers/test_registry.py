@@ -29,3 +29,8 @@ def test_a_template_with_marks_of_the_answer_has_thoughts_with_them() -> None:
     template = "Write your thoughts between <think></think> and your response between <response></response>."
     assert output_format(None, None, template, "").reasoning_format == REASONING_FORMATS["ernie45"]
     assert output_format(None, None, "<think></think>", "").reasoning_format == REASONING_FORMATS["base"]
+
+
+def test_thoughts_beside_calls_of_qwen3_coder_may_end_with_a_call() -> None:
+    template = "<function=example></function></think>"
+    assert output_format(None, None, template, "").reasoning_format == REASONING_FORMATS["qwen3"]
