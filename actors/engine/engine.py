@@ -585,9 +585,9 @@ class Engine:
         self._require_intake()
         await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
 
-    async def load_adapter(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> None:
+    async def load_adapter(self, name: str, path: str, *, pinned: bool | None = None, replace: bool = False) -> None:
         """Load a LoRA adapter from a local directory, beside running requests. ``replace``: instead of the one of this
-        name. Raises InvalidRequest."""
+        name. ``pinned``: never unload it to make room; None: as the one that it replaces. Raises InvalidRequest."""
         self._require_intake()
         await self.adapters.load(name, path, pinned=pinned, replace=replace)
 

@@ -199,10 +199,10 @@ class Adapters:
 
     # -- loading
 
-    async def load(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> Adapter:
+    async def load(self, name: str, path: str, *, pinned: bool | None = None, replace: bool = False) -> Adapter:
         """Load a local directory, or a repository of the hub, in every worker, beside running steps. ``replace``: if
-        an adapter of this name is loaded, its running requests end with it, and later ones have the new one. Raises
-        InvalidRequest."""
+        an adapter of this name is loaded, its running requests end with it, and later ones have the new one.
+        ``pinned``: never unload it to make room; None: as the one that it replaces. Raises InvalidRequest."""
         if "://" in path:
             raise InvalidRequest(
                 "lora_path is a URL; give a directory of the server or owner/name of the hub.", param="lora_path"
@@ -223,6 +223,8 @@ class Adapters:
             except (ConfigError, ModelPathError) as error:
                 raise InvalidRequest(f"lora_path: {str(error).removesuffix('.')}.", param="lora_path") from None
             self._leaving_for(name)
+            if pinned is None:
+                pinned = name in self._names and self._names[name].pinned
             adapter = self._make(name, path, pinned, info)
             self._hold(adapter)  # a worker that starts meanwhile loads it with the model
             self._loading[adapter.index] = ""

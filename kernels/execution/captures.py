@@ -21,7 +21,13 @@ from kernels.devices.prepared import CapturedPasses, CapturedStepResult, Capture
 from kernels.models.decoder import Decoder
 from kernels.state.slots import SlotTable
 
-__all__ = ["Passes"]
+__all__ = ["Passes", "captures_draft"]
+
+
+def captures_draft(config: RunnerConfig, device: Device) -> bool:
+    """Whether passes of a draft are captured. The CPU has no graphs to disable."""
+    settings = config.speculation
+    return settings is None or not settings.disable_graphs or device.torch_device.type == "cpu"
 
 
 class Passes:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kernels.devices.prepared import CapturedPasses, CapturedSteps
 from kernels.distributed.shared_experts import SharedExperts
-from kernels.execution.captures import Passes
+from kernels.execution.captures import Passes, captures_draft
 from kernels.execution.executors import Executor
 from kernels.execution.executors.captured_pass import CapturedPass
 from kernels.execution.executors.eager_pass import EagerPass
@@ -20,7 +20,6 @@ from kernels.execution.executors.shared_pass import SharedPass
 from kernels.execution.executors.two_batches import TwoBatches
 from kernels.execution.executors.verify_pass import VerifyPass
 from kernels.execution.executors.whole_step import WholeStep
-from kernels.execution.load import LoadedModel
 from kernels.execution.pending_step import StepContext
 from kernels.models.native_model import NativeModel
 from kernels.speculation.early_draft import OverlappedVerify
@@ -128,7 +127,7 @@ def _stage(context: StepContext, passes: Passes, max_rows: int) -> tuple[tuple[E
             with passes.without_adapters():
                 result.append(CapturedPass(*capture(), passes.skipped_adapters))
         result.append(CapturedPass(decodes, verifies))
-    if drafter is not None and _captures_draft(loaded):
+    if drafter is not None and captures_draft(loaded.config, loaded.device):
         drafter.capture(loaded.agree, None)
     return (*result, EagerPass(context)), () if decodes is None else decodes.rows
 
@@ -155,7 +154,7 @@ def _speculative(
     result: list[Executor] = _unobserved(context, max_rows, True) if settings.adaptive.enabled else []
     rows = min(max_rows, loaded.config.max_step_tokens // drafter.max_nodes)
     verifies = passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
-    if _captures_draft(loaded):
+    if captures_draft(loaded.config, loaded.device):
         drafter.capture(loaded.agree, verifies.accept_outputs if verifies is not None else {})
     moved = drafter.branches and not loaded.groups.has_latent  # by the device's own kernel
     speculator.verifier.prepare(drafter.max_nodes, loaded.caches if moved else [])
@@ -181,12 +180,6 @@ def _speculative(
     if decodes is not None or verifies is not None:
         result.append(CapturedPass(decodes, verifies))
     return result
-
-
-def _captures_draft(loaded: LoadedModel) -> bool:
-    """Whether passes of the draft are captured. The CPU has no graphs to disable."""
-    settings = loaded.config.speculation
-    return settings is None or not settings.disable_graphs or loaded.device.torch_device.type == "cpu"
 
 
 def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[Executor]:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from kernels.contract.caches import has_states
-from kernels.execution.captures import Passes
+from kernels.execution.captures import Passes, captures_draft
 from kernels.execution.layer_groups import LayerGroups
 from kernels.execution.opening import OpenModel
 from kernels.execution.warmup import WarmUp
@@ -94,7 +94,8 @@ def step_memory(
             captured.capture_decodes(rows)
             rows = min(rows, longest // drafter.max_nodes)
             verifies = captured.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
-            drafter.capture(lambda could: could, verifies.accept_outputs if verifies is not None else {})
+            if captures_draft(config, device):  # else what is captured here would stay in the drafter
+                drafter.capture(lambda could: could, verifies.accept_outputs if verifies is not None else {})
             if not has_states(opened.groups):
                 target = TargetParts(device, some, part, opened.dtype, own, make_slots())
                 precompile_drafts(config, drafter, target)

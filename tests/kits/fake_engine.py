@@ -247,7 +247,7 @@ class FakeEngine:
         self.open.add(stream)
         return stream
 
-    async def load_adapter(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> None:
+    async def load_adapter(self, name: str, path: str, *, pinned: bool | None = None, replace: bool = False) -> None:
         await self.adapters.load(name, path, pinned=pinned, replace=replace)
 
     async def unload_adapter(self, name: str) -> None:

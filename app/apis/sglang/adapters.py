@@ -43,7 +43,8 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class VllmLoadAdapterRequest(LoadAdapterRequest, kw_only=True):
-    """``load_inplace``: replace the adapter of this name, whose running requests end with it."""
+    """``load_inplace``: replace the adapter of this name, whose running requests end with it. Without ``pinned`` the
+    new one is pinned as the old one is."""
 
     load_inplace: bool | None = None
 
@@ -115,7 +116,7 @@ async def _load(service: Service, body: LoadAdapterRequest, *, replace: bool = F
     path = body.lora_path
     if is_included_model(service.arguments.model_path):
         path = included_adapter(path) or path
-    await service.engine.load_adapter(body.lora_name, path, pinned=bool(body.pinned), replace=replace)
+    await service.engine.load_adapter(body.lora_name, path, pinned=body.pinned, replace=replace)
 
 
 def _require(service: Service) -> None:

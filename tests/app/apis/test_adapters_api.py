@@ -155,6 +155,9 @@ async def test_adapters_are_loaded_and_unloaded_in_vllms_form(application, engin
     assert (second.path, second.salt != first.salt) == (str(adapters / "pirate"), True)
     assert (await text(load, **body | {"lora_path": str(adapters / "none")}, load_inplace=True))[0] == 400
     assert engine.adapters.find("poet") is second
+    for given, is_pinned in (({"pinned": True}, True), ({}, True), ({"pinned": False}, False), ({}, False)):
+        assert (await text(load, **body, **given, load_inplace=True))[0] == 200
+        assert engine.adapters.find("poet").pinned == is_pinned
     removed = (200, "text/plain", "Success: LoRA adapter 'poet' removed successfully.")
     assert await text(unload, lora_name="poet") == removed
     status, answer = await post(application, unload, lora_name="poet")

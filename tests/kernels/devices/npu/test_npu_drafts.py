@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+import kernels.devices.npu.device
 from app.understudy.drafts import DRAFTS, draft_path
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
+from kernels.devices.base import DeviceTraits
+from kernels.devices.capture import Capture
 from kernels.devices.npu.native_attention import native_attention
+from kernels.execution import step_memory
+from kernels.execution.captures import Passes
 from tests.kits.speculation import step_heads
 from tests.kits.speculation.dflash import DFLASH, SHAPES, block
 from tests.kits.speculation.drafting import Plain, make_target, seeded, write
@@ -133,3 +140,16 @@ def test_a_draft_without_graphs_beside_a_model_with_them(drive, monkeypatch):
         tokens[disabled] = driver.tokens[1]
     assert 0 < captures[True] < captures[False]
     assert tokens[True] == tokens[False]
+
+
+def test_a_draft_without_graphs_keeps_none_of_precompilation(drive, monkeypatch):
+    """What is captured while kernels are compiled computes nothing later."""
+    monkeypatch.setattr(Capture, "precompile", lambda self, passes: passes())
+    monkeypatch.setattr(kernels.devices.npu.device, "DeviceTraits", partial(DeviceTraits, compiles=True))
+    monkeypatch.setattr(step_memory, "precompile_drafts", lambda *arguments: None)
+    monkeypatch.setattr(Passes, "capture_decodes", lambda *arguments: None)  # of the model
+    settings = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), disable_graphs=True)
+    options = OPTIONS | {"max_slots": 2, "dtype": "bfloat16"}
+    driver = drive(DRAFTS.parent / "model", speculation=settings, **options)
+    expansion = driver.runner._loaded.speculator.drafter._expansion
+    assert (expansion._observing, expansion._levels) == (None, None)
