@@ -103,7 +103,7 @@ class Engine:
     only a server reads, such as ``port``. ``arguments`` takes an :class:`Arguments` instead, with the options of the
     server that the engine is for, if there is one. ``registry`` receives the metrics until the engine is closed; by
     default the engine creates one. ``tracer_provider`` receives the traces and has its own exporter; without it
-    --enable-trace decides. ``early``: worker processes started before; the engine ends those it does not need.
+    they follow --enable-trace. ``early``: worker processes started before; the engine ends those it does not need.
     ``faults``: faults to inject in tests, see :mod:`actors.faults`. Raises :class:`ArgumentError` for wrong keywords.
     """
 

@@ -38,9 +38,9 @@ class _PartialCall(msgspec.Struct):
 class StreamingParser(TextReader):
     """Splits the text of one choice into thought, content and tool calls.
 
-    A format declares its marks and overrides :meth:`block`, which reads one block of calls behind a mark of ``OPEN``.
+    A format declares its marks and overrides :meth:`block`, which reads one block of calls after a mark of ``OPEN``.
     Marks never become content. A block that is no call of a given tool becomes content without its marks, and a warning
-    is logged; of a call that is malformed behind its name, the rest becomes content. Nothing is evaluated; the cost is
+    is logged; of a call that is malformed after its name, the rest becomes content. Nothing is evaluated; the cost is
     linear in the length of the text.
 
     A format may also override :meth:`at_start` (calls without a mark), :meth:`frame` or :meth:`call_rule` (a call as
@@ -151,7 +151,7 @@ class StreamingParser(TextReader):
     # -- what formats override
 
     def block(self, mark: str) -> Reading[None]:
-        """Read the calls behind ``mark``, which is one of ``OPEN``. Raises ParseError."""
+        """Read the calls after ``mark``, which is one of ``OPEN``. Raises ParseError."""
         raise ParseError("the format has no blocks")
         yield
 
@@ -161,7 +161,7 @@ class StreamingParser(TextReader):
         yield
 
     def answer(self) -> Reading[None]:
-        """Read everything behind the thought."""
+        """Read everything after the thought."""
         yield from self.attempt(self.at_start(), expected=False)
         marks = (*self.OPEN, *self.MARKS, *self._hidden, *self._answer_ends)
         while mark := (yield from self.until(marks, self.add_content)):
@@ -178,7 +178,7 @@ class StreamingParser(TextReader):
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str] | None:
-        """What stands before and behind the JSON arguments of a call. None if arguments are no JSON, or the text before
+        """What stands before and after the JSON arguments of a call. None if arguments are no JSON, or the text before
         them varies."""
         del name
         return None
@@ -267,7 +267,7 @@ class StreamingParser(TextReader):
             yield from self.space()
 
     def _begin_answer(self, begin: str, *ends: str) -> Reading[None]:
-        """Drop the mark before the answer; those behind it are dropped where they come."""
+        """Drop the mark before the answer; those after it are dropped where they come."""
         self._answer_ends = tuple(before + end for end in ends for before in ("\n", ""))
         self._read = []
         yield from self.space()
@@ -322,7 +322,7 @@ class StreamingParser(TextReader):
         self._read = None
 
     def attempt(self, reading: Reading[None], *, expected: bool = True) -> Reading[None]:
-        """Read calls, or make them content if they are malformed. White space behind a call is dropped.
+        """Read calls, or make them content if they are malformed. White space after a call is dropped.
 
         ``expected``: a mark says that there is a call.
         """

@@ -85,7 +85,7 @@ class HarmonyParser(StreamingParser):
 
     @classmethod
     def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
-        """From behind the role on. The recipient stands before the channel or behind it."""
+        """From after the role on. The recipient stands before the channel or after it."""
         channel, json = rules.text("<|channel|>commentary"), rules.text(" <|constrain|>json")
         to = rules.text(f" to=functions.{name}")
         header = f'({to} {channel} | {channel} {to}) (" json" | {json})?'

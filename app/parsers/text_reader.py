@@ -29,7 +29,7 @@ _LONGEST_NAME = 256
 
 
 class ParseError(Exception):
-    """The text is not what the format says. What was read of it since the last mark becomes content."""
+    """The text does not follow the format. What was read of it since the last mark becomes content."""
 
 
 class IncompleteCall(ParseError):

@@ -59,7 +59,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         )
 
     def in_prompt(self, prompt_end: str) -> bool | None:
-        """Whether a prompt leaves the model in a thought (True) or behind it (False); None if it says nothing."""
+        """Whether a prompt leaves the model in a thought (True) or after it (False); None if it has no mark."""
         end = prompt_end.rstrip()
         if end.endswith((self.begin, *(begin.rstrip() for begin in self.begins))):
             return True

@@ -6,7 +6,7 @@
 </｜DSML｜invoke>
 </｜DSML｜function_calls>
 
-V4 says ``tool_calls`` for ``function_calls``, and GigaChat 3.5 ``GCML`` for ``DSML``.
+V4 has ``tool_calls`` for ``function_calls``, and GigaChat 3.5 ``GCML`` for ``DSML``.
 """
 
 from __future__ import annotations

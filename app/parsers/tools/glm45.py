@@ -21,7 +21,7 @@ __all__ = ["Glm45Parser"]
 
 
 class Glm45Parser(ParameterParser):
-    """``PREFIX``: of the names of tags. ``SUFFIXES``: behind them, one for all tags of a vocabulary."""
+    """``PREFIX``: of the names of tags. ``SUFFIXES``: after them, one for all tags of a vocabulary."""
 
     PREFIX: ClassVar[str] = ""
     SUFFIXES: ClassVar[tuple[str, ...]] = ("",)

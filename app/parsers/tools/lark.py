@@ -87,7 +87,7 @@ class Rules:
         return self.add(f"%json {msgspec.json.encode(given | {'x-guidance': options}).decode()}")
 
     def before(self, start: str, mark: str, without: tuple[str, ...] = ()) -> str:
-        """A text that matches the terminal ``start``, and the ``mark`` behind it, which it does not contain, nor the
+        """A text that matches the terminal ``start``, and the ``mark`` after it, which it does not contain, nor the
         texts ``without``."""
         start = self.excluding(start, *without)
         (first, token), *rest = self.parts(mark)
@@ -175,7 +175,7 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Schema:
-    """A schema behind its references to places in ``root``; what stands beside a reference is added."""
+    """A schema with its references resolved in ``root``; what stands beside a reference is added."""
     for _ in range(32):
         target = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(target, str):

@@ -43,9 +43,9 @@ class MiniMaxM3Parser(ParameterParser):
     def _tag(self) -> Reading[str]:
         """The inner of the tag that comes next."""
         yield from self.expect(_MARK)
-        return (yield from self._tag_behind_mark())
+        return (yield from self._tag_after_mark())
 
-    def _tag_behind_mark(self) -> Reading[str]:
+    def _tag_after_mark(self) -> Reading[str]:
         yield from self.symbol("<")
         tag, _ = yield from self.name_until(">")
         return tag.strip()
@@ -63,14 +63,14 @@ class MiniMaxM3Parser(ParameterParser):
                 self.add_arguments(value)
 
     def _value(self, name: str, schema: Any, depth: int) -> Reading[str]:
-        """The value of an element behind its begin, and its end; as JSON."""
+        """The value of an element after its begin, and its end; as JSON."""
         root = self.parameters(self._name)
         types = types_of(schema, root)
         parts: list[str] = []
         if not (yield from self.until((_MARK,), parts.append)):
             raise IncompleteCall
         text = "".join(parts)
-        tag = yield from self._tag_behind_mark()
+        tag = yield from self._tag_after_mark()
         if tag == f"/{name}":
             kinds = types - {"null"}
             empty = {"array": "[]", "object": "{}"}.get(next(iter(kinds), "")) if len(kinds) == 1 else None

@@ -77,9 +77,9 @@ class ParameterParser(StreamingParser, ABC):
             self.add_arguments('"')
         if self.NEWLINES:
             yield from self.skip("\n")
-        before, behind = self.AROUND
+        before, after = self.AROUND
         if before and (yield from self.skip(before)):
-            ends = tuple(f"{behind}{end}" for end in ends)
+            ends = tuple(f"{after}{end}" for end in ends)
         if is_text:
             tail = ""
 
@@ -175,8 +175,8 @@ def types_of(schema: Any, root: Any = None, known: dict[str, set[str]] | None = 
         if isinstance(schema.get(keyword), list):
             parts = [types_of(each, root, known) for each in schema[keyword]]
             return set().union(*parts) if all(parts) else set()
-    if isinstance(schema.get("allOf"), list) and (said := [types_of(each, root, known) for each in schema["allOf"]]):
-        return set.intersection(*(each for each in said if each)) if any(said) else set()
+    if isinstance(schema.get("allOf"), list) and (named := [types_of(each, root, known) for each in schema["allOf"]]):
+        return set.intersection(*(each for each in named if each)) if any(named) else set()
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     return {_type(value) for value in values} if isinstance(values, list) else set()
 

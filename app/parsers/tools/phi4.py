@@ -2,7 +2,7 @@
 
 <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>
 
-or behind the word ``functools``.
+or after the word ``functools``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ __all__ = ["Qwen3CoderParser", "SeedOssParser"]
 
 class Qwen3CoderParser(ParameterParser):
     """Models at times leave out the outer tag, and write lists and objects as Python's literals. ``EDGE``: what stands
-    before and behind a value."""
+    before and after a value."""
 
     EDGE: ClassVar[str] = "\n"
 
