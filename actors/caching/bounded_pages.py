@@ -164,7 +164,7 @@ class _Group:
         self._evicted = 0
 
     def longest(self, keys: list[bytes], limit: int) -> int:
-        """Main pages, at most ``limit``, behind which the group can go on with pages that it keeps."""
+        """Main pages, at most ``limit``, after which the group can go on with pages that it keeps."""
         column = limit // self._every
         while column > 0:
             first = max(column * self._tokens - self._lookback, 0) // self._tokens

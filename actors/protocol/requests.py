@@ -132,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None  # what the text must match
-    thought: Thought | None = None  # the grammar begins behind it
+    thought: Thought | None = None  # the grammar begins after it
     speculative: bool = True  # whether tokens may be drafted ahead, where the engine does; the output is the same
     speculative_num_draft_tokens: int | None = None  # verified in one pass, the last known one among them; None: all
     prediction: str = ""  # a text that the output is expected to repeat: NGRAM drafts from it

@@ -384,7 +384,7 @@ class StepPlanning:
                 held += 1
                 continue
             if not places.fits(sequence):
-                continue  # however many there are, those behind them may run
+                continue  # however many there are, those after them may run
             needed = -(-sequence.length // size)
             if needed > self._total_pages:
                 step.outputs.append(table.end(sequence, too_large(needed, self._total_pages)))

@@ -112,7 +112,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         lockstep: Lockstep | None = None,
     ) -> None:
         self._lockstep = lockstep
-        self._results = 0  # behind which nothing is planned yet
+        self._results = 0  # after which nothing is planned yet
         self._hand_over = hand_over
         self._recorder = recorder
         self._experts = 0, 0  # the model's ModelInfo.experts
@@ -190,7 +190,7 @@ class Scheduler(Actor[SchedulerProtocol]):
     async def _take_worker(self, info: ModelInfo, epoch: int) -> None:
         if epoch == self._epoch or self._board.died_at(epoch) is not None:
             return
-        # If no failed step has reported the end of the previous epoch (its report is behind this message, or no step
+        # If no failed step has reported the end of the previous epoch (its report is after this message, or no step
         # was in flight), do it here. Condemned sequences end now, in case the cache does not answer below.
         if self._epoch is not None:
             await self._emit(self._worker_lost(self._epoch, "the worker was replaced"))

@@ -156,7 +156,7 @@ class SimulatedRunner:
                 continue
             last = count == 1 and slot.computed + 1 == len(slot.tokens)
             decode = slot.sampled and last
-            _expect(not (prefills and decode), "a decode row stands behind a prefill row")
+            _expect(not (prefills and decode), "a decode row stands after a prefill row")
             prefills = prefills or not (decode or last)
             _expect(last or not draft_tokens, f"slot {number} draft tokens before its last known token")
             _expect(0 <= draft_tokens < self.info.speculative_nodes, f"slot {number} has {draft_tokens} draft tokens")

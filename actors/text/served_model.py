@@ -127,7 +127,7 @@ class ServedModel:
         return truncate
 
     def prompted(self, text: str, name: str | None) -> str:
-        """The input of an embedding: ``text`` behind the model's prompt of this name, or behind its default one. Raises
+        """The input of an embedding: ``text`` after the model's prompt of this name, or after its default one. Raises
         InvalidRequest for a name that the model does not have."""
         pooling = self.pooling
         prompts = {} if pooling is None else pooling.prompts

@@ -172,7 +172,7 @@ class StopPattern:
             self._connect(part.last, part.first)
             return self._join(whole, part._replace(empty=True))
         rest = _Part(True, 0, 0)
-        for _ in range(maximum - minimum):  # from the last one on: each is entered only behind the one before it
+        for _ in range(maximum - minimum):  # from the last one on: each is entered only after the one before it
             rest = self._join(self._add(node), rest)._replace(empty=True)
         return self._join(whole, rest)
 

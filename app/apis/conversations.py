@@ -87,7 +87,7 @@ async def submit(service: Service, exchange: Exchange, request: ConversationRequ
     await service.accepted([stream], names)
     as_json = tool_choice.forced and constraint is not None and constraint.kind == "json_schema"
     if params.grammar is not None and (reasoning := output_format.reasoning_format) is not None:
-        # The grammar begins behind the end of the thought: a call before it would be none of the grammar.
+        # The grammar begins after the end of the thought: a call before it would be none of the grammar.
         reasoning = msgspec.structs.replace(reasoning, interrupted_by=())
         output_format = msgspec.structs.replace(output_format, reasoning_format=reasoning)
     return AcceptedRequest(stream, await _reader(service, request, output_format, stream.prompt_end, as_json=as_json))

@@ -82,7 +82,7 @@ class _Session:
     def remove(self, rid: str) -> list[_Request]:
         """Remove what continues a request, directly or not; what was removed."""
         gone = {rid}
-        for name, request in self.requests.items():  # a request stands behind the one that it continues
+        for name, request in self.requests.items():  # a request stands after the one that it continues
             if request.parent in gone:
                 gone.add(name)
         return [self.requests.pop(name) for name in gone - {rid}]
@@ -145,7 +145,7 @@ class Sessions:
         rid: str,
         exchange: Exchange,
     ) -> SessionRequest:
-        """Add a request with ``ids`` behind what it continues. ``opening``: the tokens that begin every text; they are
+        """Add a request with ``ids`` after what it continues. ``opening``: the tokens that begin every text; they are
         taken off what continues another. Raises 400."""
         self._expire()
         session = self._sessions.get((owner, params.id))

@@ -75,7 +75,7 @@ class ApiClient:
             return error.status, error.body, ""
 
     def events(self, path: str, body: bytes) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a stream of server-sent events, which ends with [DONE], or behind a ``finish_reason``
+        """The JSON objects of a stream of server-sent events, which ends with [DONE], or after a ``finish_reason``
         where a server sends no [DONE]. Raises ClientError, also for an error in the stream and for one that was cut."""
         with self._open(path, body) as answer:
             if not answer.headers.get("Content-Type", "").startswith("text/event-stream"):

@@ -86,7 +86,7 @@ class EventStream(HTTPStream):
 class Http1(H11Protocol):
     """A connection. ``in_chunks``: whether its response is a chunked event stream.
 
-    :meth:`handle` raises ConnectionAbortedError when bytes behind a request will not be read.
+    :meth:`handle` raises ConnectionAbortedError when bytes after a request will not be read.
     """
 
     def __init__(self, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Values behind the ``?`` of a path. Wrong ones raise 400."""
+"""Values after the ``?`` of a path. Wrong ones raise 400."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def number(name: str, default: int, minimum: int, maximum: int) -> int:
 
 
 def page(newest_first: list[One], name: Callable[[One], str], *, maximum: int, default: int) -> tuple[list[One], bool]:
-    """The part of a list that ``after``, ``limit`` and ``order`` ask for, and whether there is more behind it.
+    """The part of a list that ``after``, ``limit`` and ``order`` ask for, and whether there is more after it.
 
     ``name``: the id of a member. ``maximum`` and ``default``: of the limit.
     """

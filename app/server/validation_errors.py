@@ -46,7 +46,7 @@ class FieldError(msgspec.Struct, frozen=True):
 
 
 def describe_validation_error(error: str, kind: type[msgspec.Struct], body: object) -> FieldError:
-    """The error behind msgspec's sentence. ``kind``: the struct that ``body`` (plain JSON values) does not match."""
+    """The error for msgspec's sentence. ``kind``: the struct that ``body`` (plain JSON values) does not match."""
     result = _AT.search(error)
     steps = list(_steps(result.group("path"))) if result else []
     is_key = bool(result and result.group("key"))

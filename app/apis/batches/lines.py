@@ -104,7 +104,7 @@ _line = msgspec.json.Decoder(BatchLine)
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1. A line that is too long is cut behind its limit."""
+    """The lines that are not blank, with their numbers from 1. A line that is too long is cut after its limit."""
     number = 0
     while data := file.readline(MAX_LINE + 1):
         number += 1

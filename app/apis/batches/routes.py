@@ -20,7 +20,7 @@ from app.server.routes import Route
 
 __all__ = ["ROUTES"]
 
-_AFTER = ("after", "The id behind which the list begins.")
+_AFTER = ("after", "The id after which the list begins.")
 _ORDER = ("order", "desc (newest first) or asc.")
 
 ROUTES: tuple[Route, ...] = (
@@ -77,7 +77,7 @@ ROUTES: tuple[Route, ...] = (
         methods=("POST",),
         level=AccessLevel.USER,
         handler=create_batch,
-        summary="Run the requests of a file behind all others",
+        summary="Run the requests of a file after all others",
         body=BatchRequest,
         answer=BatchAnswer,
         tag="batches",

@@ -1,4 +1,4 @@
-"""Runs batches behind all other requests, and takes unfinished ones up again after a restart of the server."""
+"""Runs batches after all other requests, and takes unfinished ones up again after a restart of the server."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _tops(scored: Sequence[TokenLogprob]) -> list[Any]:
 
 
 def check_start(item: Item, prompt_tokens: int) -> None:
-    """Raise 400 for scores from behind the prompt on."""
+    """Raise 400 for scores that start after the prompt."""
     if item.start is not None and item.start >= prompt_tokens:
         raise ApiError(
             400,

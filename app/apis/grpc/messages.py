@@ -229,7 +229,7 @@ def _declare(name: str, text: str) -> descriptor_pb2.DescriptorProto:
             made.type_name = f".google.protobuf.{kind}" if kind in ("Struct", "Timestamp") else f".{PACKAGE}.{kind}"
         if label == "repeated":
             made.label = _Field.LABEL_REPEATED
-        elif label == "optional":  # a group of its own, behind all others
+        elif label == "optional":  # a group of its own, after all others
             made.proto3_optional, made.oneof_index = True, len(result.oneof_decl)
             result.oneof_decl.add(name=f"_{field}")
         elif label:

@@ -50,7 +50,7 @@ class UsageReport:
         self.reasoning_tokens: dict[int, int] = {}  # by choice
 
     def note(self, delta: Delta) -> bytes:
-        """Add a delta's counts. Returns the part of its chunk behind the choices."""
+        """Add a delta's counts. Returns the part of its chunk after the choices."""
         self._usages[delta.index] = delta.usage
         if self._everywhere:
             return b'],"usage":' + _encode(self.total()) + b"}\n\n"

@@ -88,7 +88,7 @@ async def cohere_rerank(service: Service, exchange: Exchange, body: CohereRerank
 
 
 async def score(service: Service, exchange: Exchange, body: ScoreRequest) -> Response:
-    """vLLM's scores of pairs of texts, or SGLang's of labels behind texts."""
+    """vLLM's scores of pairs of texts, or SGLang's of labels after texts."""
     model = service.check_model(body.model, exchange)
     if body.label_token_ids is not None:
         return await _label_scores(service, exchange, body, model, body.label_token_ids)
@@ -118,7 +118,7 @@ async def score(service: Service, exchange: Exchange, body: ScoreRequest) -> Res
 async def _label_scores(
     service: Service, exchange: Exchange, body: ScoreRequest, model: str, labels: list[int]
 ) -> Response:
-    """The probabilities of tokens behind the query and each item, in the order of ``item_first``."""
+    """The probabilities of tokens after the query and each item, in the order of ``item_first``."""
     if body.query is None or body.items is None:
         field = "query" if body.query is None else "items"
         raise invalid(f"{field}: is missing. Scores of label_token_ids need query and items.", param=field)
@@ -161,7 +161,7 @@ async def _delimiter(service: Service, *, item_first: bool) -> tuple[str, list[i
         return "", []
     if item_first:
         raise invalid(
-            "item_first: items stand behind the query, since this server runs with --multi-item-scoring-delimiter. "
+            "item_first: items stand after the query, since this server runs with --multi-item-scoring-delimiter. "
             "Leave it out.",
             param="item_first",
         )

@@ -73,7 +73,7 @@ class CohereRerankRequest(msgspec.Struct, kw_only=True):
 
 class ScoreRequest(_Options, kw_only=True):
     """``POST /v1/score``. vLLM: the pairs of ``text_1`` and ``text_2``; one text is paired with each of the other.
-    SGLang: the probabilities of the tokens ``label_token_ids`` behind ``query`` and each of ``items``."""
+    SGLang: the probabilities of the tokens ``label_token_ids`` after ``query`` and each of ``items``."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None

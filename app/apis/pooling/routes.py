@@ -64,7 +64,7 @@ ROUTES: tuple[Route, ...] = (
             path,
             "items",
             handler=score,
-            summary="Scores of pairs of texts, or of tokens behind texts",
+            summary="Scores of pairs of texts, or of tokens after texts",
             body=ScoreRequest,
             answer=ScoreAnswer,
             id_prefix="score-",

@@ -186,7 +186,7 @@ def _item_list(items: list[dict[str, object]]) -> ItemList:
 
 
 def shown_items(items: list[dict[str, object]], more: bool) -> ItemList:
-    """``more``: whether there are others behind these."""
+    """``more``: whether there are others after these."""
     ends = (str(items[0]["id"]), str(items[-1]["id"])) if items else (None, None)
     return ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=more)
 

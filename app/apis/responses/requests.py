@@ -108,7 +108,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """``POST /v1/responses``.
 
     ``store`` (default true) keeps the response for ``previous_response_id``, ``conversation`` and GET. ``background``:
-    the answer comes at once and the response is made behind other requests.
+    the answer comes at once and the response is made after other requests.
     """
 
     input: Input | None = None

@@ -50,7 +50,7 @@ _EFFECTS = ("store", "include")
 _PAGES = {
     "query": (("limit", "Items of one page.", 1, 100),),
     "words": (
-        ("after", "The id behind which the list begins."),
+        ("after", "The id after which the list begins."),
         ("order", "desc (newest first) or asc."),
         ("include", "Taken, and without effect."),
     ),
@@ -91,7 +91,7 @@ ROUTES: tuple[Route, ...] = (
         methods=("GET",),
         handler=get_response,
         summary="A stored response",
-        query=(("starting_after", "With stream: the sequence number behind which the events begin.", 0, 2**31 - 1),),
+        query=(("starting_after", "With stream: the sequence number after which the events begin.", 0, 2**31 - 1),),
         words=(("stream", "true: the events of a background response."), ("include", "Taken, and without effect.")),
         media=("application/json", "text/event-stream"),
         answer=ResponseAnswer,

@@ -91,7 +91,7 @@ class BackgroundRun:
         self.done = asyncio.Event()
         self.run: ResponseRun | None = None
         self.stream: RequestStream | None = None
-        self._events: list[bytes] = []  # behind the first ones, which repeat the request
+        self._events: list[bytes] = []  # after the first ones, which repeat the request
         self._more = asyncio.Event()
 
     async def make(
@@ -145,7 +145,7 @@ class BackgroundRun:
         await self.done.wait()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events behind the one with the sequence number ``after``."""
+        """The events after the one with the sequence number ``after``."""
         first = first_events(self.prepared.response)
         if begun := first[after + 1 :]:
             yield b"".join(begun)

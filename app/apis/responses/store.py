@@ -69,7 +69,7 @@ class TooLong(Exception):
 
 
 class StoredResponse(msgspec.Struct):
-    """A response with its own input items. ``events``: those of its stream behind the first ones, if it was made in
+    """A response with its own input items. ``events``: those of its stream after the first ones, if it was made in
     the background."""
 
     owner: str
@@ -79,7 +79,7 @@ class StoredResponse(msgspec.Struct):
 
 
 class ItemPage(msgspec.Struct, frozen=True):
-    """A part of the items of a conversation. ``more``: whether there are others behind it."""
+    """A part of the items of a conversation. ``more``: whether there are others after it."""
 
     items: list[Item]
     more: bool
@@ -253,7 +253,7 @@ class ResponseStore:
         return History([row[0] for row in rows])
 
     def page(self, conversation: str, after: str | None, limit: int, *, oldest_first: bool) -> ItemPage | None:
-        """Up to ``limit`` items of a conversation behind the item ``after``; None if there is no such item."""
+        """Up to ``limit`` items of a conversation after the item ``after``; None if there is no such item."""
         way, order = (">", "ASC") if oldest_first else ("<", "DESC")
         query, values = "SELECT data FROM items WHERE thing = ?", [conversation, limit + 1]
         if after is not None:

@@ -77,7 +77,7 @@ class ResponseWriter:
         return b"".join(parts)
 
     def _scored_of(self, text: str) -> list[dict[str, Any]]:
-        """Take the log-probabilities of a text's tokens. The parser may have held it back, and tokens before and behind
+        """Take the log-probabilities of a text's tokens. The parser may have held it back, and tokens before and after
         it may be marks, or text that comes later."""
         scored, place = self._scored, 0
         if not text:

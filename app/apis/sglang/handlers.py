@@ -86,7 +86,7 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
             )
         if (body.routed_experts_start_len or 0) > stream.prompt_tokens:
             raise invalid(
-                f"routed_experts_start_len: {body.routed_experts_start_len} is behind the prompt of "
+                f"routed_experts_start_len: {body.routed_experts_start_len} is after the prompt of "
                 f"{stream.prompt_tokens} tokens. Lower it.",
                 param="routed_experts_start_len",
             )

@@ -113,7 +113,7 @@ def load(model: CodeModel, attention: str, dtype: torch.dtype) -> Any:
             )
             return made.eval()
         try:
-            made, told = library.AutoModelForCausalLM.from_pretrained(
+            made, report = library.AutoModelForCausalLM.from_pretrained(
                 model.path,
                 config=model.config,
                 attn_implementation=attention,
@@ -126,13 +126,13 @@ def load(model: CodeModel, attention: str, dtype: torch.dtype) -> Any:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise LoadError(f"transformers cannot load the weights in {model.path}: {error}") from error
-    wrong = [f"{name} is missing" for name in sorted(told["missing_keys"])]
+    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     wrong += [
         f"{name} has shape {list(stored)}, config.json asks for {list(asked)}"
-        for name, stored, asked in sorted(told["mismatched_keys"])
+        for name, stored, asked in sorted(report["mismatched_keys"])
     ]
-    wrong += [f"{name} is in the checkpoint and not in the model" for name in sorted(told["unexpected_keys"])]
-    wrong += [str(message) for message in told.get("error_msgs") or ()]
+    wrong += [f"{name} is in the checkpoint and not in the model" for name in sorted(report["unexpected_keys"])]
+    wrong += [str(message) for message in report.get("error_msgs") or ()]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise LoadError(
