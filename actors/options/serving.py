@@ -358,7 +358,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ArgumentSpec(
             group="API",
             server_only=True,
-            default_text="administration is off",
+            default_text="off with --api-key, open without",
             secret=True,
             metavar="KEY",
             help="The key of administrative endpoints (/flush_cache, aborting others' requests).",
