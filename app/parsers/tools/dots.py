@@ -7,22 +7,15 @@
 
 from __future__ import annotations
 
-from app.parsers.text_reader import Reading
 from app.parsers.tools.invoke import InvokeParser
+from app.parsers.tools.parameters import AlsoJson
 
 __all__ = ["DotsParser"]
 
 
-class DotsParser(InvokeParser):
+class DotsParser(AlsoJson, InvokeParser):
     OPEN = ("<dots_function_call>",)
     CLOSE = "</dots_function_call>"
     MARKS = (CLOSE,)
     SECTION = ("<dots_function_call>\n", CLOSE)
     BETWEEN = ""
-
-    def block(self, mark: str) -> Reading[None]:
-        yield from self.space()
-        if (yield from self.peek()) in "[{":
-            yield from self.json_calls()
-        else:
-            yield from super().block(mark)

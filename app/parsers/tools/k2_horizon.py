@@ -13,6 +13,7 @@ from __future__ import annotations
 from app.parsers.text_reader import Reading
 from app.parsers.tools.glm45 import Glm45Parser
 from app.parsers.tools.lark import Rules, Schema
+from app.parsers.tools.parameters import AlsoJson
 
 __all__ = ["K2HorizonParser"]
 
@@ -20,19 +21,12 @@ _NAMES = ("/tool_call", "tool_calls", "/tool_calls", "arg_key", "/arg_key", "arg
           "/arg_value")  # fmt: skip
 
 
-class K2HorizonParser(Glm45Parser):
+class K2HorizonParser(AlsoJson, Glm45Parser):
     PREFIX = "ifm|"
     OPEN = ("<ifm|tool_call>",)
     MARKS = tuple(f"</ifm|{name[1:]}>" if name[0] == "/" else f"<ifm|{name}>" for name in _NAMES)
     SECTION = ("<ifm|tool_calls>\n", "</ifm|tool_calls>")
     BETWEEN = ""
-
-    def block(self, mark: str) -> Reading[None]:
-        yield from self.space()
-        if (yield from self.peek()) in "[{":
-            yield from self.json_calls()
-        else:
-            yield from super().block(mark)
 
     def value_begin(self, key: str) -> Reading[bool | None]:
         if (yield from self.expect(self.tag("arg_type"), self.tag("arg_value"))) == self.tag("arg_value"):

@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-from app.parsers.text_reader import Reading
 from app.parsers.tools.glm45 import Glm45Parser
 from app.parsers.tools.lark import Rules, Schema
+from app.parsers.tools.parameters import AlsoJson
 
 __all__ = ["LongCatParser"]
 
 
-class LongCatParser(Glm45Parser):
+class LongCatParser(AlsoJson, Glm45Parser):
     PREFIX = "longcat_"
     OPEN = ("<longcat_tool_call>",)
     MARKS = (
@@ -24,13 +24,6 @@ class LongCatParser(Glm45Parser):
         "<longcat_arg_value>",
         "</longcat_arg_value>",
     )
-
-    def block(self, mark: str) -> Reading[None]:
-        yield from self.space()
-        if (yield from self.peek()) in "[{":
-            yield from self.json_calls()
-        else:
-            yield from super().block(mark)
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:

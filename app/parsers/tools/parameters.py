@@ -12,7 +12,17 @@ from app.parsers.base import StreamingParser
 from app.parsers.text_reader import IncompleteCall, ParseError, Reading
 from app.parsers.tools.lark import ANNOTATIONS, ANY, Rules, Schema, Unenforceable, placed, resolved
 
-__all__ = ["ParameterParser", "Value", "as_json", "inner_schema", "is_json", "members", "quoted", "types_of"]
+__all__ = [
+    "AlsoJson",
+    "ParameterParser",
+    "Value",
+    "as_json",
+    "inner_schema",
+    "is_json",
+    "members",
+    "quoted",
+    "types_of",
+]
 
 _ALTERNATIVES_DEPTH = 3
 _OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
@@ -35,6 +45,17 @@ class Value:
         free = not set(resolved(self._schema, self._root)) - ANNOTATIONS - {"type"}
         text = ANY if free else rules.string(self._schema, self._root)
         return rules.before(rules.excluding(text, mark), before + mark)
+
+
+class AlsoJson(StreamingParser):
+    """Mixed into a format whose calls may also be JSON, an object or an array, between the same marks."""
+
+    def block(self, mark: str) -> Reading[None]:
+        yield from self.space()
+        if (yield from self.peek()) in "[{":
+            yield from self.json_calls()
+        else:
+            yield from super().block(mark)
 
 
 class ParameterParser(StreamingParser, ABC):
